@@ -1,0 +1,17 @@
+// The module: one line a kernel family.
+#include "core.h"
+
+void bind_bitmask(nb::module_&);
+
+static bool supports_avx2() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+  return false;
+#endif
+}
+
+NB_MODULE(CORE_NAME, m) {
+  m.def("supports_avx2", &supports_avx2);
+  bind_bitmask(m);
+}

@@ -1,0 +1,16 @@
+// What every kernel family shares: the pointer type of the bindings and the loop that spreads work over threads.
+// Kernels know pointers and sizes only. Python checks shapes, dtypes and contiguity before it calls (kernels/).
+#pragma once
+#include <nanobind/nanobind.h>
+#include <omp.h>
+
+#include <cstdint>
+
+namespace nb = nanobind;
+using Address = std::uintptr_t;  // tensor.data_ptr()
+
+template <class T>
+inline T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+// Every family adds its functions to the module; bindings.cpp calls them all.
+using Release = nb::call_guard<nb::gil_scoped_release>;
