@@ -1,0 +1,102 @@
+"""Task: a model, its loss, a batch and an optimizer; everything that a training step needs, and nothing else."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import ShoestringError
+
+
+@dataclass(frozen=True)
+class SGD:
+    """Settings of stochastic gradient descent; called with parameters it makes the optimizer."""
+
+    lr: float = 0.1
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            parameters, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay
+        )
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Settings of Adam; `decoupled` weight decay makes it AdamW."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
+        return kind(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+Loss = Callable[[nn.Module, Any], Tensor]
+# A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
+Context = Callable[[nn.Module], AbstractContextManager]
+
+
+def whole(batch: Any) -> Iterator[Any]:
+    """The batch in one piece: how a step splits it when no technique says otherwise."""
+    yield batch
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
+
+    The remaining fields are what techniques change:
+    `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
+    `contexts` are entered around each microbatch's forward and backward pass, outermost first;
+    `clip` is the largest norm of the whole gradient, if any.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Any
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    items: Callable[[Any], int] | None = None
+    name: str = ""
+    clip: float | None = None
+    split: Callable[[Any], Iterable[Any]] = whole
+    contexts: tuple[Context, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module):
+            raise ShoestringError(f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself")
+        if not callable(self.loss):
+            raise ShoestringError("a Task needs a loss(model, batch) that returns the mean loss: pass a function")
+        if not callable(self.optimizer):
+            raise ShoestringError(
+                "a Task needs optimizer settings such as SGD(lr=0.1), or a function from parameters to an optimizer"
+            )
+
+    def with_(self, **changes: Any) -> "Task":
+        """The same task with some fields changed."""
+        return replace(self, **changes)
+
+    def count(self, batch: Any) -> int:
+        """The number of items in a batch: `items(batch)`, or the first dimension of its first tensor."""
+        if self.items is not None:
+            return int(self.items(batch))
+        return first_tensor(batch).shape[0]
+
+
+def first_tensor(batch: Any) -> Tensor:
+    """The first tensor found in a batch of any structure."""
+    for leaf in pytree.tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return leaf
+    raise ShoestringError("the batch holds no tensor with a first dimension: give Task an `items(batch)` function")

@@ -1,0 +1,84 @@
+"""One whole training step: microbatches forward and backward, then the update. What is profiled is what runs."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShoestringError
+from ..ledger import Phase
+from ..task import Task
+
+# Who wants to know which part of the step is running (the profiler and the meters) adds a function here.
+_listeners: list[Any] = []
+
+
+@contextmanager
+def listen(listener):
+    """Calls `listener(phase)` at each change of phase while the context lasts."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def enter(phase: Phase) -> None:
+    for listener in _listeners:
+        listener(phase)
+
+
+class Stepper:
+    """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        parameters = [p for p in task.model.parameters() if p.requires_grad]
+        if not parameters:
+            raise ShoestringError("the model has no parameter that requires a gradient: there is nothing to train")
+        self.optimizer = task.optimizer(parameters)
+
+    def step(self, batch: Any) -> Tensor:
+        return self.step_pieces(list(self.task.split(batch)))
+
+    def step_pieces(self, pieces: Iterable[Any]) -> Tensor:
+        """One update from microbatches that are already split: each weighs by its share of the items."""
+        pieces = list(pieces)
+        counts = [self.task.count(piece) for piece in pieces]
+        total = sum(counts)
+        if total == 0:
+            raise ShoestringError("the batch holds no items: pass at least one")
+        losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
+        enter(Phase.UPDATE)
+        if self.task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _pass(self, piece: Any, weight: float) -> Tensor:
+        with ExitStack() as stack:
+            for context in self.task.contexts:
+                stack.enter_context(context(self.task.model))
+            enter(Phase.FORWARD)
+            loss = self.task.loss(self.task.model, piece)
+            check_loss(loss)
+            if weight != 1:
+                loss = loss * weight
+            enter(Phase.BACKWARD)
+            loss.backward()
+            return loss.detach()
+
+
+def check_loss(loss: Any) -> None:
+    """Refuses a loss that cannot be trained on, with the reason."""
+    if not isinstance(loss, Tensor):
+        raise ShoestringError(f"the loss is {type(loss).__name__}, not a tensor: return the mean loss of the batch")
+    if loss.numel() != 1:
+        raise ShoestringError(f"the loss has shape {tuple(loss.shape)}, not a single number: return its mean")
+    if not loss.requires_grad:
+        raise ShoestringError(
+            "the loss does not depend on any trainable parameter: check for detach(), no_grad() or a frozen model"
+        )
