@@ -1,6 +1,6 @@
 """One whole training step: microbatches forward and backward, then the update. What is profiled is what runs."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -41,12 +41,11 @@ class Stepper:
         self.optimizer = task.optimizer(parameters)
 
     def step(self, batch: Any) -> Tensor:
-        return self.step_pieces(list(self.task.split(batch)))
+        pieces = list(self.task.split(batch))
+        return self.run(pieces, [self.task.count(piece) for piece in pieces])
 
-    def step_pieces(self, pieces: Iterable[Any]) -> Tensor:
-        """One update from microbatches that are already split: each weighs by its share of the items."""
-        pieces = list(pieces)
-        counts = [self.task.count(piece) for piece in pieces]
+    def run(self, pieces: Sequence[Any], counts: Sequence[int]) -> Tensor:
+        """One update from microbatches and the number of items in each: each weighs by its share of them."""
         total = sum(counts)
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
