@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
+from ..phases import listen
 from ..signature import Signature
 from ..task import Task
-from ..training.step import Stepper, listen
+from ..training.step import Stepper
 from ..units import format_bytes
 from .fakes import Faker, faked
 from .trace import Tracer

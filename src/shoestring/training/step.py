@@ -1,7 +1,7 @@
 """One whole training step: microbatches forward and backward, then the update. What is profiled is what runs."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,26 +9,8 @@ from torch import Tensor
 
 from ..errors import ShoestringError
 from ..ledger import Phase
+from ..phases import phase
 from ..task import Task
-
-# Who wants to know which part of the step is running (the profiler and the meters) adds a function here.
-_listeners: list[Any] = []
-
-
-@contextmanager
-def listen(listener):
-    """Calls `listener(phase)` at each change of phase while the context lasts."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def enter(phase: Phase) -> None:
-    for listener in _listeners:
-        listener(phase)
-
 
 class Stepper:
     """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss."""
@@ -50,25 +32,28 @@ class Stepper:
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
         losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
-        enter(Phase.UPDATE)
-        if self.task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with phase(Phase.UPDATE):
+            self._update()
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _pass(self, piece: Any, weight: float) -> Tensor:
         with ExitStack() as stack:
             for context in self.task.contexts:
                 stack.enter_context(context(self.task.model))
-            enter(Phase.FORWARD)
-            loss = self.task.loss(self.task.model, piece)
-            check_loss(loss)
-            if weight != 1:
-                loss = loss * weight
-            enter(Phase.BACKWARD)
-            loss.backward()
+            with phase(Phase.FORWARD):
+                loss = self.task.loss(self.task.model, piece)
+                check_loss(loss)
+                if weight != 1:
+                    loss = loss * weight
+            with phase(Phase.BACKWARD):
+                loss.backward()
             return loss.detach()
+
+    def _update(self) -> None:
+        if self.task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 def check_loss(loss: Any) -> None:
