@@ -8,7 +8,7 @@ from shoestring import ShoestringError, builtin
 from shoestring.models import materialise
 from shoestring.models.build import leaves_first, materialise_module
 
-NAMES = ["wrn-10-1"]
+NAMES = ["wrn-10-1", "resnet18", "vit-tiny", "dynamicconv-iwslt"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,27 @@
-"""From a model without memory (on the meta device) to one with weights, module by module."""
+"""Models without memory (on the meta device), and from there to ones with weights, module by module."""
 
 import hashlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ShoestringError
+
+
+def on_meta(build: Callable[..., nn.Module], *sizes: Any) -> nn.Module:
+    """`build(*sizes)` without memory for its parameters and buffers."""
+    with torch.device("meta"):
+        return build(*sizes)
+
+
+def check_count(what: str, count: int, largest: int, least: int = 1) -> None:
+    """Raises unless `count` is a whole number from `least` to `largest`."""
+    if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= largest:
+        raise ShoestringError(
+            f"{what} {count} is out of range: give a whole number from {least} to {largest:,}"
+        )
 
 
 def materialise(model: nn.Module, device: str | torch.device = "cpu", seed: int = 0) -> nn.Module:

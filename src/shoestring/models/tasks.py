@@ -6,16 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from ..errors import ShoestringError
-from ..task import SGD, Task
-from .build import materialise
-from .wrn import WideResNet
+from ..task import Task
+from .build import check_count, materialise
+from .images import resnet18, vit_tiny, wide_resnet
+from .translation import dynamicconv_iwslt
 
-MOST_BATCH_BYTES = 10**9  # the random batch is real, even where the model is not
-VISION_SGD = SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+MAKERS: dict[str, Callable[..., Task]] = {
+    "resnet18": resnet18,
+    "dynamicconv-iwslt": dynamicconv_iwslt,
+    "vit-tiny": vit_tiny,
+}
+NAMES = ("wrn-DEPTH-WIDTH (such as wrn-28-2)", *MAKERS)
 
 
 def builtin(
@@ -26,62 +29,42 @@ def builtin(
     seed: int = 0,
     **options: Any,
 ) -> Task:
-    """A built-in task by name: `builtin("wrn-28-2", batch=100)`.
+    """A built-in task by name: `builtin("wrn-28-2", batch=100)`, `builtin("dynamicconv-iwslt", tokens=4000)`.
 
     `device="meta"` gives a model without memory, for profiles of models too big to build; its batch is on the
     CPU, and `materialise(task.model, seed=seed)` gives it the very weights that `device="cpu"` would have.
     """
-    maker, sizes = find(name)
+    check_count("seed", seed, 2**63 - 1, least=0)
+    device, make = usable_device(device), find(name)
     options |= {key: value for key, value in (("batch", batch), ("tokens", tokens)) if value is not None}
-    known = list(inspect.signature(maker).parameters)[len(sizes) + 1 :]
+    check_options(name, make, options)
+    task = make(torch.Generator().manual_seed(seed), **options).with_(name=name)
+    if device.type == "meta":
+        return task
+    materialise(task.model, device, seed)
+    return task.with_(batch=tuple(tensor.to(device) for tensor in task.batch))
+
+
+def find(name: str) -> Callable[..., Task]:
+    """A built-in name -> the function that makes its task, on meta, from a generator and options."""
+    if wide := re.fullmatch(r"wrn-(\d{1,9})-(\d{1,9}(?:\.\d{1,9})?)", name):
+        return wide_resnet(depth=int(wide[1]), width=float(wide[2]))
+    if name not in MAKERS:
+        raise ShoestringError(f"there is no built-in model {name!r}: use one of {', '.join(NAMES)}")
+    return MAKERS[name]
+
+
+def check_options(name: str, make: Callable[..., Task], options: dict[str, Any]) -> None:
+    """Raises where `make` does not take one of the options."""
+    known = list(inspect.signature(make).parameters)[1:]  # the generator is not an option
     if unknown := sorted(set(options) - set(known)):
         raise ShoestringError(f"{name} has no option {unknown[0]!r}: it takes {', '.join(known)}")
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        task = maker(generator, *sizes, **options)
-    if torch.device(device).type == "meta":
-        return task.with_(name=name)
-    materialise(task.model, device, seed)
-    moved = tuple(tensor.to(device) for tensor in task.batch)
-    return task.with_(name=name, batch=moved)
 
 
-def find(name: str) -> tuple[Callable[..., Task], tuple[Any, ...]]:
-    """A built-in name -> the function that makes its task, and the sizes that the name holds."""
-    for pattern, maker, *kinds in MAKERS:
-        if match := re.fullmatch(pattern, name):
-            return maker, tuple(kind(text) for kind, text in zip(kinds, match.groups(), strict=True))
-    raise ShoestringError(f"there is no built-in model {name!r}: use one of {', '.join(NAMES)}")
-
-
-def wide_resnet(
-    generator: torch.Generator, depth: int, width: float, batch: int = 100, classes: int = 10, image: int = 32
-) -> Task:
-    """WRN-`depth`-`width` on random images of CIFAR-10's shape."""
-    images = image_batch(generator, batch, classes, image)
-    return Task(WideResNet(depth, width, classes), classification_loss, images, VISION_SGD)
-
-
-def image_batch(generator: torch.Generator, batch: int, classes: int, image: int) -> tuple[Tensor, Tensor]:
-    """Random images (batch, 3, image, image) and labels."""
-    check_count("image", image, 8192)
-    check_count("classes", classes, 10**6)
-    check_count("batch", batch, MOST_BATCH_BYTES // (4 * 3 * image**2))
-    images = torch.randn(batch, 3, image, image, generator=generator, device="cpu")
-    return images, torch.randint(classes, (batch,), generator=generator, device="cpu")
-
-
-def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy over the images of a batch."""
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
-
-
-def check_count(what: str, count: int, largest: int) -> None:
-    """Raises unless `count` is a whole number from 1 to `largest`."""
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= largest:
-        raise ShoestringError(f"{what} {count} is out of range: give a whole number from 1 to {largest:,}")
-
-
-MAKERS: tuple[tuple, ...] = ((r"wrn-(\d{1,9})-(\d{1,9}(?:\.\d{1,9})?)", wide_resnet, int, float),)
-NAMES = ("wrn-DEPTH-WIDTH (such as wrn-28-2)",)
+def usable_device(device: str | torch.device) -> torch.device:
+    """The device by that name, if a tensor can be made on it."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ShoestringError(f"device {device} cannot be used here ({reason}): use cpu or meta") from error
