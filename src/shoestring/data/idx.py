@@ -1,0 +1,89 @@
+"""IDX files, gzipped or not, as MNIST and Fashion-MNIST come in -> parts that are mapped from the files."""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import ShoestringError
+from .cifar import check_labels
+from .files import map_file, need_file, spill
+from .splits import Part
+
+FASHION = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
+DIGITS = tuple("0123456789")
+
+
+def has_idx(folder: Path) -> bool:
+    return any((folder / f"train-images-idx3-ubyte{end}").is_file() for end in ("", ".gz"))
+
+
+def open_idx(folder: Path) -> tuple[Part, Part]:
+    """`train-` and `t10k-` files in `folder` -> the training and the test part, one channel each."""
+    train, test = _part(folder, "train"), _part(folder, "t10k")
+    if train.images.shape[1:] != test.images.shape[1:]:
+        raise ShoestringError(
+            f"{folder} has training images of {train.images.shape[2:]} pixels and test images of "
+            f"{test.images.shape[2:]}: they are not of the same set; download both again"
+        )
+    return train, test
+
+
+def class_names(folder: Path) -> tuple[str, ...]:
+    """Fashion-MNIST's classes if the folder's path says fashion, else the ten digits."""
+    return FASHION if "fashion" in str(folder.resolve()).lower() else DIGITS
+
+
+def _part(folder: Path, split: str) -> Part:
+    images_path = _find(folder, f"{split}-images-idx3-ubyte")
+    labels_path = _find(folder, f"{split}-labels-idx1-ubyte")
+    images, labels = read_idx(images_path, 3), read_idx(labels_path, 1)
+    if len(images) != len(labels):
+        raise ShoestringError(
+            f"{images_path} holds {len(images):,} images and {labels_path} {len(labels):,} labels: "
+            "they are not of the same set; download both again"
+        )
+    return Part(images[:, None], check_labels(labels, 10, labels_path))
+
+
+def _find(folder: Path, name: str) -> Path:
+    raw = folder / name
+    return raw if raw.is_file() else need_file(folder / f"{name}.gz")
+
+
+def read_idx(path: Path, dimensions: int) -> np.ndarray:
+    """An IDX file of unsigned bytes -> its array, mapped.
+
+    The header is 0, 0, 8 (unsigned bytes), the number of dimensions, and each dimension in four bytes.
+    """
+    data = spill(_unzip(path)) if path.suffix == ".gz" else map_file(path)
+    magic, expected_magic = bytes(data[:4]), bytes((0, 0, 8, dimensions))
+    if magic != expected_magic:
+        raise ShoestringError(
+            f"{path} begins with {magic.hex() or 'nothing'}, and an IDX file of {dimensions} dimension(s) "
+            f"with {expected_magic.hex()}: it is another kind of file; download it again"
+        )
+    header = 4 + 4 * dimensions
+    shape = [int(size) for size in data[4:header].view(">u4")] if len(data) >= header else []
+    expected = header + int(np.prod(shape, dtype=object))
+    if len(data) != expected or not all(shape):
+        raise ShoestringError(
+            f"{path} holds {len(data):,} bytes, and its header promises {expected:,} for {shape}: "
+            "it is cut short or damaged; download it again"
+        )
+    return data[header:].reshape(shape)
+
+
+def _unzip(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) as file:
+            while chunk := file.read(1 << 16):
+                yield chunk
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ShoestringError(
+            f"{path} cannot be unzipped, it is cut short or damaged ({error}): download it again"
+        ) from error

@@ -1,0 +1,73 @@
+"""A split of an image data set: `len(split)` images, and `read(indices)` for some of them as uint8.
+
+`Split` is the shape of it; `MappedSplit` serves images that lie in files as plain bytes.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Split(Protocol):
+    """What a batch is read from. `keys`, one 64-bit number an image, decide what is drawn while decoding."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Indices -> uint8 images (n, channels, height, width) and int64 labels (n)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file's images (n, channels, height, width) and labels (n), both mapped bytes."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class MappedSplit:
+    """Parts one after another, each image in the middle of black of `shape` (channels, height, width)."""
+
+    parts: tuple[Part, ...]
+    shape: tuple[int, int, int]
+
+    def __len__(self) -> int:
+        return sum(len(part.labels) for part in self.parts)
+
+    def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        images = torch.zeros((len(indices), *self.shape), dtype=torch.uint8)
+        labels = torch.empty(len(indices), dtype=torch.int64)
+        middle, numbers = self._middle(images.numpy()), labels.numpy()
+        ends = np.cumsum([len(part.labels) for part in self.parts])
+        # One image at a time: indexing with the whole array would make a second copy of the batch.
+        for place, index in enumerate(indices):
+            which = np.searchsorted(ends, index, side="right")
+            part = self.parts[which]
+            row = index - ends[which] + len(part.labels)
+            middle[place], numbers[place] = part.images[row], part.labels[row]
+        return images, labels
+
+    def _middle(self, images: np.ndarray) -> np.ndarray:
+        height, width = self.parts[0].images.shape[2:]
+        top, left = (self.shape[1] - height) // 2, (self.shape[2] - width) // 2
+        return images[:, :, top : top + height, left : left + width]
+
+
+def mean_and_std(split: MappedSplit) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """A split -> mean and standard deviation of each channel of its images as they are served, 1 = white."""
+    channels, height, width = split.shape
+    counts = np.zeros((split.parts[0].images.shape[1], 256), np.int64)
+    for part in split.parts:
+        for start in range(0, len(part.images), 256):
+            for channel, count in enumerate(counts):
+                count += np.bincount(part.images[start : start + 256, channel].ravel(), minlength=256)
+    values = np.arange(256) / 255
+    total = len(split) * height * width  # the black border counts as zeros
+    mean = counts @ values / total
+    std = np.sqrt(counts @ values**2 / total - mean**2)
+    return tuple(np.broadcast_to(mean, channels).tolist()), tuple(np.broadcast_to(std, channels).tolist())
