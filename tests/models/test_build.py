@@ -39,6 +39,15 @@ def test_building_leaves_the_random_state_of_the_caller_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_fixed_tables_are_computed_again_and_not_saved():
+    model = materialise(builtin("dynamicconv-iwslt", tokens=30, device="meta").model)
+    table = model.encoder.embed.positions.table
+    assert table is model.decoder.embed.positions.table
+    torch.testing.assert_close(table[3, 0], torch.tensor(3.0).sin())
+    torch.testing.assert_close(table[7, -1], torch.tensor(7e-4).cos())
+    assert not any("table" in name for name in model.state_dict())
+
+
 def test_tied_parameters_stay_tied_and_the_rest_of_their_module_is_filled():
     with torch.device("meta"):
         model = nn.ModuleDict({"first": nn.Linear(6, 6), "second": nn.Linear(6, 6)})
@@ -66,6 +75,14 @@ def test_real_modules_are_left_as_they_are():
 
 def test_attention_starts_as_torch_builds_it():
     assert torch.equal(materialise(nn.MultiheadAttention(8, 2, device="meta")).out_proj.bias, torch.zeros(8))
+
+
+def test_a_recurrent_layer_runs_with_the_weights_that_it_was_given():
+    layer = materialise(nn.LSTM(3, 4, device="meta"))
+    before = layer(torch.ones(2, 1, 3))[0]
+    assert before.isfinite().all() and before.abs().max() > 0
+    nn.init.zeros_(layer.weight_ih_l0)
+    assert not torch.equal(layer(torch.ones(2, 1, 3))[0], before)
 
 
 def test_a_module_that_cannot_fill_itself_is_named():

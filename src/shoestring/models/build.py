@@ -51,17 +51,18 @@ def materialise_module(
     if reset is None:
         where = f"module {path!r}" if path else "the model"
         raise ShoestringError(
-            f"{where} ({type(module).__name__}) owns {owned[0][1]!r} but has no"
+            f"{where} ({type(module).__name__}) owns {owned[0][0]!r} but has no"
             " reset_parameters(): add one that fills its parameters and buffers, or build the model off meta"
         )
-    for tensors, name, tensor in owned:
+    for name, tensor in owned:  # by setattr, for modules that keep tensors in a second place (LSTM)
         if tensor not in real:  # a shared tensor that has its values already stays out of the reset's reach
-            tensors[name] = real[tensor] = empty_twin(tensor, device)
+            real[tensor] = empty_twin(tensor, device)
+            setattr(module, name, real[tensor])
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(seed_for(path, seed))
         reset()
-    for tensors, name, tensor in owned:
-        tensors[name] = real[tensor]
+    for name, tensor in owned:
+        setattr(module, name, real[tensor])
 
 
 def leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -69,10 +70,10 @@ def leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules())[::-1]
 
 
-def meta_tensors(module: nn.Module) -> list[tuple[dict, str, Tensor]]:
-    """The parameters and buffers on meta that `module` itself owns, as (dictionary, name, tensor)."""
+def meta_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters and buffers on meta that `module` itself owns, by name."""
     return [
-        (tensors, name, tensor)
+        (name, tensor)
         for tensors in (module._parameters, module._buffers)
         for name, tensor in tensors.items()
         if tensor is not None and tensor.is_meta

@@ -7,7 +7,7 @@ from ..errors import ShoestringError
 from .layers import HeConv2d
 
 STEM_CHANNELS = 16
-MOST_DEPTH, MOST_WIDTH = 10_000, 10_000  # 10,000 = 6n + 4 too
+MOST_DEPTH, MOST_WIDTH = 1_000, 10_000  # the deepest is itself 6n + 4
 
 
 class Block(nn.Module):
