@@ -7,7 +7,7 @@ when the last one is there, so that nothing is computed that nobody asked for.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ShoestringError
 from ..ledger import Phase
 from ..phases import phase
-from .keeping import SECOND_BACKWARD, Kept, Keeper, Whole, keep, keeping
+from .keeping import SECOND_BACKWARD, Kept, Whole, keep, keeping
 
 
 class _Complete(Exception):
@@ -68,12 +68,11 @@ class _Argument:
 
 
 class Frame:
-    """A region of the forward pass. `name` is for error messages; `inside` keeps what is made again."""
+    """A region of the forward pass. `name` is for error messages; `running` is the context that a second run needs."""
 
-    def __init__(self, name: str, inside: Keeper = Whole, contexts: Callable[[], Any] | None = None) -> None:
+    def __init__(self, name: str, running: Callable[[], AbstractContextManager] = nullcontext) -> None:
         self.name = name
-        self.inside = inside
-        self.contexts = contexts or ExitStack
+        self.running = running
         self.calls: list[_Call] = []
         self.shapes: list[tuple] = []  # of the saved tensors, in order
         self.states: list[_State] = []  # random and autocast state before each call
@@ -108,7 +107,7 @@ class Frame:
         self.store = {}
         self.output = None
         calls, self.calls = self.calls, []
-        with phase(Phase.RECOMPUTE), torch.enable_grad(), self.contexts(), keeping(self._collect):
+        with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), keeping(self._collect):
             output = None
             try:
                 while calls:
@@ -125,7 +124,7 @@ class Frame:
         if number >= len(self.shapes) or self.shapes[number] != (tensor.shape, tensor.dtype):
             wanted = self.shapes[number][0] if number < len(self.shapes) else "nothing"
             raise ShoestringError(self._different(f"{tuple(tensor.shape)} in place of {tuple(wanted)}"))
-        self.store[number] = self.inside(tensor.detach())
+        self.store[number] = Whole(tensor.detach())
         if len(self.store) == len(self.shapes):
             raise _Complete
         return _Nothing()

@@ -1,0 +1,155 @@
+"""Autograd functions that keep less than PyTorch's own and are no slower: convolution, linear, batch norm, ReLU, dropout.
+
+Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear make the
+weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its input and two
+numbers a channel: its output, and the ReLU's, are never kept; the ReLU's mask is found again from the input's sign.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..kernels.bitmask import pack_bits, unpack_bits
+from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
+from .keeping import keep
+
+
+class Statistics(NamedTuple):
+    """Mean and inverse standard deviation of each channel of a batch."""
+
+    mean: Tensor
+    invstd: Tensor
+
+
+class Product(Protocol):
+    """A layer that is linear in its input and its weight, dense or sparse. `prologue` is a scale and a shift a channel:
+    the layer then reads relu(x scale + shift) in place of x, without anybody making that map."""
+
+    def forward(self, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor: ...
+
+    def bias_gradient(self, grad: Tensor) -> Tensor: ...
+
+
+class LeanProduct(torch.autograd.Function):
+    """product(x): keeps x for the weight's gradient only, and not after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, kept: Any) -> Tensor:
+        ctx.product, ctx.kept, ctx.shape = product, kept, x.shape
+        return product.forward(x, None)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        kept, ctx.kept = ctx.kept, None
+        weight = ctx.product.weight_gradient(grad, kept.take(), None) if wants_weight else None
+        del kept
+        bias = ctx.product.bias_gradient(grad) if wants_bias else None
+        x = ctx.product.input_gradient(grad, ctx.shape) if wants_x else None
+        return x, weight, bias, None, None
+
+
+class NormReluProduct(torch.autograd.Function):
+    """product(relu(norm(x))): keeps x. The map in between exists only piecewise, inside the product's kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Any, product: Any, kept: Any
+    ) -> Tensor:
+        ctx.product, ctx.kept, ctx.statistics, ctx.norm = product, kept, statistics, (gamma, beta)
+        return product.forward(x, batch_norm_fold(*statistics, gamma, beta))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        product, statistics, norm = ctx.product, ctx.statistics, ctx.norm
+        kept, ctx.kept = ctx.kept, None
+        x = kept.take()
+        weight = product.weight_gradient(grad, x, batch_norm_fold(*statistics, *norm))
+        bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
+        between = product.input_gradient(grad, x.shape)
+        between, gamma, beta = batch_norm_backward(between, x, *statistics, *norm, relu=True, out=between)
+        return between, gamma, beta, weight, bias, None, None, None
+
+
+class LeanNorm(torch.autograd.Function):
+    """norm(x), rectified if asked: keeps x and the statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool, kept: Any) -> Tensor:
+        ctx.kept, ctx.statistics, ctx.norm, ctx.relu = kept, statistics, (gamma, beta), relu
+        return batch_norm_apply(x, *batch_norm_fold(*statistics, gamma, beta), relu=relu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept, ctx.kept = ctx.kept, None
+        gradients = batch_norm_backward(grad, kept.take(), *ctx.statistics, *ctx.norm, relu=ctx.relu)
+        return *gradients, None, None, None
+
+
+class LeanRelu(torch.autograd.Function):
+    """relu(x): keeps one bit an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
+        ctx.kept = kept
+        return x.clamp_min(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept, ctx.kept = ctx.kept, None
+        mask = unpack_bits(kept.take(), grad.numel())
+        return grad * mask.view(grad.shape), None
+
+
+class LeanDropout(torch.autograd.Function):
+    """dropout(x): keeps one bit an element; draws the very numbers that PyTorch draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Tensor, probability: float, kept: Any) -> Tensor:
+        ctx.kept, ctx.scale = kept, 1 / (1 - probability)
+        return x * noise.div_(1 - probability)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kept, ctx.kept = ctx.kept, None
+        mask = unpack_bits(kept.take(), grad.numel())
+        return grad * mask.view(grad.shape) * ctx.scale, None, None, None
+
+
+def lean_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """A dense or sparse convolution or linear layer that lets go of its input before it makes the input's gradient."""
+    return LeanProduct.apply(x, weight, bias, product, keep(x) if weight.requires_grad else None)
+
+
+def norm_relu_product(
+    x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Statistics, product: Product
+) -> Tensor:
+    """Batch norm, ReLU and a layer as one operation."""
+    return NormReluProduct.apply(x, gamma, beta, weight, bias, statistics, product, keep(x))
+
+
+def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool) -> Tensor:
+    """Batch norm from given statistics, with or without ReLU."""
+    return LeanNorm.apply(x, gamma, beta, statistics, relu, keep(x))
+
+
+def lean_relu(x: Tensor) -> Tensor:
+    """ReLU with a 1-bit mask."""
+    return LeanRelu.apply(x, keep(pack_bits(x > 0)))
+
+
+def lean_dropout(x: Tensor, probability: float) -> Tensor:
+    """Dropout with a 1-bit mask."""
+    noise = torch.empty_like(x).bernoulli_(1 - probability)
+    return LeanDropout.apply(x, noise, probability, keep(pack_bits(noise != 0)))
