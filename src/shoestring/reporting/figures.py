@@ -1,0 +1,246 @@
+"""Pictures of memory: a step's timeline beside its parts, two timelines, predicted against measured.
+
+Needs the extra `plot`. The kind of file is told by the suffix: .svg, .png or .pdf.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShoestringError
+from ..ledger import Ledger
+from ..units import format_bytes
+from .comparison import Comparison
+from .palette import ACCENT, FAINT, INK, MUTED, in_order, look
+from .timeline import Timeline, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".svg", ".png", ".pdf")
+_COLUMNS = 480  # as many as a printed figure can show
+_HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+_NUMBER: dict[str, Any] = {"va": "center", "size": 8.5, "bbox": _HALO}
+_STYLE: Any = {
+    "font.size": 9.5,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "svg.hashsalt": "shoestring",  # the same data gives the same file
+}
+
+
+def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None = None) -> None:
+    """A profile's JSON and ledger -> the stacked timeline of a step, beside the pie of its peak."""
+    with _figure(path, 11.0 if ledger else 4.4, 4.8) as figure:
+        left, width = (0.67, 0.32) if ledger else (0.06, 0.88)
+        figure.text(0.012 if ledger else left, 0.94, data["task"], size=13, weight="bold")
+        words = [f"{name} {value}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
+        figure.text(left + width, 0.94, " · ".join(words), color=MUTED, ha="right")
+        _pie(figure.add_axes((left, 0.4, width, 0.5)), data)
+        _legend(figure.add_axes((left, 0.02, width, 0.36)), data)
+        if ledger:
+            _stack(figure.add_axes((0.065, 0.07, 0.57, 0.77)), timeline(ledger, _COLUMNS), data)
+
+
+def overlay_figure(
+    path: str | Path, plain: Ledger, lean: Ledger, names: tuple[str, str] = ("plain", "lean")
+) -> None:
+    """Two ledgers -> their steps in one frame, each with its peak."""
+    with _figure(path, 8.5, 4.2) as figure:
+        axes = figure.add_axes((0.085, 0.09, 0.9, 0.82))
+        top = max(plain.peak().bytes, lean.peak().bytes)
+        for name, ledger, colour in zip(names, (plain, lean), (MUTED, ACCENT), strict=True):
+            _outline(axes, name, timeline(ledger, _COLUMNS), colour, top)
+        _memory_axis(axes, top)
+        axes.set(xlim=(0, 1), xticks=[], xlabel="one training step")
+
+
+def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float = 0.01) -> None:
+    """Rows -> predicted and measured peaks side by side, and the errors against the promised band."""
+    with _figure(path, 9.5, 0.9 + 0.32 * len(rows)) as figure:
+        edge = 0.4 / figure.get_figheight()
+        left, right = (figure.add_axes((x, edge, w, 1 - 2.1 * edge)) for x, w in ((0.17, 0.44), (0.66, 0.26)))
+        _peaks(left, rows)
+        _errors(right, rows, band)
+
+
+@contextmanager
+def _figure(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
+    """A figure in our style, saved as `path` in the end."""
+    require_plot()
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ShoestringError(f"{str(path)!r} must end in {', '.join(SUFFIXES)}")
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width, height))
+        yield figure
+        undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
+        try:
+            figure.savefig(path, dpi=160, metadata=undated)
+        except OSError as error:
+            raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def require_plot() -> None:
+    """Refuses, with the command that helps, where matplotlib is missing."""
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise ShoestringError("figures need matplotlib: pip install 'shoestring[plot]'")
+
+
+# -- a step -----------------------------------------------------------------------------------------------
+def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
+    """The bytes of each category over a step, stacked; phases above, the peak marked."""
+    kinds = list(in_order({kind: max(sizes) for kind, sizes in steps.parts.items()}))
+    top, floor = max(steps.totals), [0] * len(steps.totals)
+    for kind in kinds:
+        roof = [low + size for low, size in zip(floor, steps.parts[kind], strict=True)]
+        axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
+        if kind != kinds[-1]:
+            axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
+        _name_area(axes, look(kind).label, floor, roof, top)
+        floor = roof
+    _memory_axis(axes, top)
+    axes.set(xlim=(0, len(floor) - 1), xticks=[], xlabel="one step: storages born and freed, in order")
+    _name_phases(axes, steps)
+    _mark_peak(axes, steps, data["peak"])
+
+
+def _name_area(axes: "Axes", label: str, floor: list[int], roof: list[int], top: int) -> None:
+    """Writes a category's name where its area has most room for it, if it has any."""
+    width = max(1, round(len(floor) * 0.0155 * len(label)))
+    rooms = [
+        (min(roof[start : start + width]) - max(floor[start : start + width]), start)
+        for start in range(len(floor) - width)
+    ]
+    room, start = max(rooms, default=(0, 0))
+    if room > 0.06 * top:
+        y = (min(roof[start : start + width]) + max(floor[start : start + width])) / 2
+        axes.text(start + width / 2, y, label, ha="center", va="center", weight="bold")
+
+
+def _name_phases(axes: "Axes", steps: Timeline) -> None:
+    above = axes.get_xaxis_transform()
+    for span in steps.spans:
+        if span.end - span.first > 0.08 * len(steps.totals):  # wide enough for its name
+            axes.axvline(span.first, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0)
+            middle = (span.first + span.end) / 2
+            axes.text(middle, 1.02, span.phase, transform=above, ha="center", color=MUTED)
+
+
+def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any]) -> None:
+    column, size = steps.peak_column, max(steps.totals)
+    words = "\n".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
+    on_left = column > 0.6 * len(steps.totals)
+    axes.plot(column, size, "o", color=INK, ms=5, clip_on=False)
+    axes.annotate(
+        words,
+        (column, size),
+        (-22 if on_left else 22, -2),
+        textcoords="offset points",
+        ha="right" if on_left else "left",
+        va="center",
+        weight="bold",
+        arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.8, "shrinkB": 3},
+    )
+
+
+def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) -> None:
+    """One run of two: its total as a filled line, its name and peak written at the peak."""
+    places = [column / len(steps.totals) for column in range(len(steps.totals))]
+    axes.fill_between(places, steps.totals, step="post", color=colour, alpha=0.25, lw=0)
+    axes.step(places, steps.totals, where="post", color=colour, lw=1.2)
+    peak = places[steps.peak_column], steps.totals[steps.peak_column]
+    axes.plot(*peak, "o", color=colour, ms=6)
+    words = f"{name}: {format_bytes(peak[1])}"
+    if peak[1] < top:
+        words += f", {top / peak[1]:.1f}x less"
+    axes.annotate(words, peak, (8, 9), textcoords="offset points", color=colour, weight="bold", bbox=_HALO)
+
+
+def _memory_axis(axes: "Axes", top: int) -> None:
+    axes.set_ylim(0, top * 1.08)
+    axes.yaxis.set_major_formatter(lambda size, _: _round_bytes(size) if size else "0")
+    axes.yaxis.grid(True, color=FAINT, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+
+
+# -- the parts of the peak --------------------------------------------------------------------------------
+def _pie(axes: "Axes", data: dict[str, Any]) -> None:
+    parts = in_order(data["by_category"])
+    colours = [look(kind).colour for kind in parts]
+    edge = {"width": 0.42, "edgecolor": "white", "linewidth": 1.2}
+    axes.pie(list(parts.values()), colors=colours, startangle=90, counterclock=False, wedgeprops=edge)
+    axes.text(0, 0.1, format_bytes(data["bytes"]["total"]), ha="center", va="center", size=12, weight="bold")
+    axes.text(0, -0.16, "at the peak", ha="center", va="center", color=MUTED, size=8.5)
+
+
+def _legend(axes: "Axes", data: dict[str, Any]) -> None:
+    """The colours' names with bytes and shares, in columns."""
+    parts, total = in_order(data["by_category"]), data["bytes"]["total"]
+    axes.set(xlim=(0, 1), ylim=(7, 0))
+    axes.axis("off")
+    for row, (kind, size) in enumerate(parts.items()):
+        axes.plot(0.06, row + 0.5, "s", color=look(kind).colour, ms=9)
+        axes.text(0.11, row + 0.5, look(kind).label, va="center")
+        axes.text(0.8, row + 0.5, format_bytes(size), va="center", ha="right")
+        axes.text(0.97, row + 0.5, f"{size / total:.1%}", va="center", ha="right", color=MUTED)
+
+
+# -- predicted against measured ---------------------------------------------------------------------------
+def _peaks(axes: "Axes", rows: Sequence[Comparison]) -> None:
+    """Each model's sizes on a logarithmic scale: the prediction a dot in the measurement's ring."""
+    places = range(len(rows))
+    measured, predicted = [row.measured_bytes for row in rows], [row.predicted_bytes for row in rows]
+    axes.scatter(measured, places, s=95, facecolors="white", edgecolors=INK, linewidths=1.2, zorder=2)
+    axes.scatter(predicted, places, s=30, color=ACCENT, zorder=3)
+    for place, size in enumerate(measured):
+        axes.annotate(format_bytes(size), (size, place), (9, 0), textcoords="offset points", **_NUMBER)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda size, _: _round_bytes(size))
+    axes.minorticks_off()
+    axes.set_xlim(min(measured + predicted) / 1.6, max(measured + predicted) * 4)
+    axes.set_yticks(list(places), [row.name for row in rows], color=INK)
+    axes.set_title("Peak: predicted (dot) in measured (ring)", loc="left", size=10, weight="bold")
+    _rows_axis(axes, len(rows))
+
+
+def _errors(axes: "Axes", rows: Sequence[Comparison], band: float) -> None:
+    """Each prediction's error, over the band that is promised."""
+    reach = max(2 * band, *(1.2 * abs(row.error) for row in rows))
+    axes.axvspan(-band, band, color=ACCENT, alpha=0.13, lw=0)
+    axes.axvline(0, color=MUTED, lw=0.8)
+    for place, row in enumerate(rows):
+        axes.plot([0, row.error], [place, place], color=ACCENT, lw=1.6)
+        axes.plot(row.error, place, "o", color=ACCENT, ms=5.5)
+        axes.annotate(f"{row.error:+.2%}", (reach, place), (3, 0), textcoords="offset points", **_NUMBER)
+    axes.set(xlim=(-reach, reach), xticks=(-band, 0, band), yticks=range(len(rows)), yticklabels=[])
+    axes.xaxis.set_major_formatter(lambda error, _: f"{error:+.0%}" if error else "0")
+    axes.set_title(f"Error, and the promised {band:.0%}", loc="left", size=10, weight="bold")
+    _rows_axis(axes, len(rows))
+
+
+def _rows_axis(axes: "Axes", rows: int) -> None:
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.yaxis.grid(True, color=FAINT, lw=0.7)
+    axes.set_axisbelow(True)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def _round_bytes(size: float) -> str:
+    """A tick's bytes -> words without needless digits: "50 MB"."""
+    value, unit = format_bytes(size).split(" ")
+    return f"{float(value):g} {unit}"

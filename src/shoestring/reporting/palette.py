@@ -1,0 +1,45 @@
+"""How a kind of bytes looks wherever it is shown: its words, its colour, and its place in a stack.
+
+Blue is what grows with the model, amber and rust what grows with the batch. Neighbours in the stack differ in
+lightness, so that a print in grey can still be read, and all are seen on a dark terminal.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Look:
+    """The words and the colour of one kind of bytes."""
+
+    label: str
+    colour: str
+
+
+_FORWARD = Look("forward activations", "#f2b652")
+_BACKWARD = Look("backward activations", "#b5482c")
+LOOKS = {
+    "model": Look("model", "#27588c"),
+    "gradient": Look("gradients", "#a9cfe8"),
+    "optimizer_state": Look("optimizer state", "#5b97c9"),
+    "optimizer": Look("optimizer", "#8fbfe0"),
+    "input": Look("input", "#7d7468"),
+    "activation": _FORWARD,
+    "forward": _FORWARD,
+    "activation_gradient": _BACKWARD,
+    "backward": _BACKWARD,
+    "workspace": Look("workspace", "#d6d1c6"),
+}
+_RANK = {name: place for place, name in enumerate(LOOKS)}
+INK, MUTED, FAINT = "#222222", "#7a7a7a", "#e4e4e4"
+ACCENT = "#0b7a75"  # the second of two things that are compared
+
+
+def look(kind: str) -> Look:
+    """The name of a category -> how it looks; a name that is not known is shown as it is, in grey."""
+    return LOOKS.get(kind, Look(kind.replace("_", " "), MUTED))
+
+
+def in_order(sizes: dict[str, int]) -> dict[str, int]:
+    """Bytes by category -> the same in the order of the stack, without those that are nothing."""
+    names = sorted((name for name in sizes if sizes[name]), key=lambda name: _RANK.get(name, len(_RANK)))
+    return {name: sizes[name] for name in names}

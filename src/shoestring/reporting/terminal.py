@@ -1,0 +1,175 @@
+"""A profile's JSON (and its ledger, where there is one) -> the page that `shoestring profile` prints.
+
+Rows are cut to the width, never wrapped. On a terminal the bars have colours; elsewhere all is plain text.
+"""
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from ..ledger import Ledger
+from ..units import format_bytes, format_flops
+from .palette import in_order, look
+from .timeline import Timeline, timeline
+
+WIDEST = 100  # a page wider than this is harder to read, not easier
+LAYERS = 10
+CHART_ROWS = 4
+_AMOUNT, _SHARE, _GAP = 10, 7, 2  # widths of the columns of numbers, and the space before bars
+
+
+class Page:
+    """The width and the characters that a page is made of."""
+
+    def __init__(self, width: int = 80, ascii_only: bool = False) -> None:
+        self.width = max(60, min(width, WIDEST))
+        self.levels = " ..::-=##" if ascii_only else " ▁▂▃▄▅▆▇█"
+        self.eighths = " .......#" if ascii_only else " ▏▎▍▌▋▊▉█"
+        self.cut = "..." if ascii_only else "…"
+        self.dot = " - " if ascii_only else " · "
+        self.mark = "^ peak" if ascii_only else "▲ peak"
+        self.name = (self.width - _AMOUNT - _SHARE - _GAP) // 2 - 2
+        self.bar = self.width - self.name - _AMOUNT - _SHARE - _GAP
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the program itself, and with another code
+
+
+def make_console(**settings: Any) -> Console:
+    """A console for our pages: what users name their layers is never taken for markup."""
+    return _Console(highlight=False, markup=False, emoji=False, **settings)
+
+
+def show_profile(console: Console, data: dict[str, Any], ledger: Ledger | None = None) -> None:
+    """Prints where the memory goes: categories, layers, timeline, FLOPs, and what could not be seen."""
+    page = Page(console.width, console.options.ascii_only)
+    for line in profile_lines(data, ledger, page):
+        line.truncate(page.width)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> Iterator[Text]:
+    """The page of a profile, line by line."""
+    yield _headline(data, page)
+    yield _peak(data["peak"])
+    yield Text()
+    yield from _categories(data, page)
+    if data["by_module"]:
+        yield Text()
+        yield from _layers(data, page)
+    if ledger is not None and ledger.entries:
+        yield Text()
+        yield from _chart(ledger, page)
+    yield Text()
+    yield _flops(data["flops"])
+    for words in data.get("unseen", []):
+        for number, line in enumerate(textwrap.wrap(words, page.width - 10)):
+            yield Text("Not seen  " if number == 0 else " " * 10, "yellow").append(line, "default")
+
+
+# -- the parts of the page --------------------------------------------------------------------------------
+def _headline(data: dict[str, Any], page: Page) -> Text:
+    settings = [f"{name} {value}" for name, value in data["settings"].items()]
+    words = page.dot.join(["", *settings, f"{data['rules']} rules"])
+    return Text(data["task"], "bold").append(words, "not bold")
+
+
+def _peak(peak: dict[str, Any]) -> Text:
+    where = [f"in {peak['phase']}", peak["module"] and f"at {peak['module']}", peak.get("operation")]
+    words = " " + ", ".join(filter(None, where))
+    return Text("Peak ").append(format_bytes(peak["bytes"]), "bold").append(words, "not bold")
+
+
+def _categories(data: dict[str, Any], page: Page) -> Iterator[Text]:
+    """Bytes by category, each with a bar of its share of the peak."""
+    total = data["bytes"]["total"]
+    yield _heading("Where it goes", total, page)
+    for kind, size in in_order(data["by_category"]).items():
+        yield _row(look(kind).label, size, total, page).append(_bar({kind: size}, total, page.bar, page))
+    if data["bytes"]["workspace"] is None:
+        unknown = " " * (_AMOUNT + _SHARE + _GAP) + "unknown: not calibrated"
+        yield Text("workspace".ljust(page.name)).append(unknown, "yellow")
+    yield _row("peak", total, total, page, "bold")
+
+
+def _layers(data: dict[str, Any], page: Page) -> Iterator[Text]:
+    """The heaviest layers, each with a bar of its categories and the name of the largest."""
+    rows, total = data["by_module"][:LAYERS], data["bytes"]["total"]
+    room = page.bar - 21  # for the name of a category
+    yield _heading("Heaviest layers", total, page)
+    for row in rows:
+        kinds = in_order({name: size for name, size in row.items() if name not in ("module", "bytes")})
+        bar = _bar(kinds, rows[0]["bytes"], room, page)
+        bar.pad_right(room - bar.cell_len + 1)
+        largest = look(max(kinds, key=lambda kind: kinds[kind])).label if kinds else ""
+        name = row["module"] or "(outside any layer)"
+        yield _row(name, row["bytes"], total, page).append(bar).append(largest, "dim")
+
+
+def _chart(ledger: Ledger, page: Page) -> Iterator[Text]:
+    """The last step as a chart of CHART_ROWS rows, the phases and the peak under it."""
+    steps = timeline(ledger, page.width - 10, stretch=True)
+    top = max(steps.totals)
+    yield Text("One step", "bold")
+    for row in reversed(range(CHART_ROWS)):
+        label = {CHART_ROWS - 1: format_bytes(top, 3), 0: "0"}.get(row, "")
+        cells = (page.levels[_eighth(size / max(1, top) * CHART_ROWS - row)] for size in steps.totals)
+        yield Text(f"{label:>9} ").append("".join(cells), look("activation").colour)
+    yield Text(" " * 10 + _ruler(steps), "dim")
+    column = min(steps.peak_column, page.width - 10 - len(page.mark))
+    yield Text(" " * (10 + column) + page.mark, "bold")
+
+
+def _ruler(steps: Timeline) -> str:
+    """The names of the phases under their columns, where they have room."""
+    rooms = [(f"|{span.phase}", span.end - span.first) for span in steps.spans]
+    return "".join((word if len(word) <= room else "|").ljust(room) for word, room in rooms)
+
+
+def _flops(flops: dict[str, float]) -> Text:
+    words = f"{format_flops(flops['forward'])} forward, {format_flops(flops['backward'])} backward"
+    if flops["recompute"]:
+        words += f", {format_flops(flops['recompute'])} recomputed ({flops['ratio']:.2f}x in all)"
+    return Text("FLOPs     ", "bold").append(words, "not bold")
+
+
+# -- the parts of a row -----------------------------------------------------------------------------------
+def _heading(title: str, total: int, page: Page) -> Text:
+    return Text(f"{title:<{page.name}}{_unit(total)[1]:>{_AMOUNT}}{'share':>{_SHARE}}", "bold")
+
+
+def _row(name: str, size: int, total: int, page: Page, style: str = "") -> Text:
+    """A name, its bytes and its share; a long name loses its front, for the end tells layers apart."""
+    if len(name) > page.name:
+        name = page.cut + name[len(name) - page.name + len(page.cut) :]
+    factor = _unit(total)[0]
+    amount = f"{size / factor:,.3f}" if factor > 1 else str(size)
+    share = f"{size / max(1, total):.1%}"
+    return Text(f"{name:<{page.name}}{amount:>{_AMOUNT}}{share:>{_SHARE}}{'':{_GAP}}", style)
+
+
+def _unit(total: int) -> tuple[int, str]:
+    """The one unit in which a page gives sizes, so that their points align."""
+    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
+    return next((unit for unit in units if total >= unit[0]), (1, "B"))
+
+
+def _bar(kinds: dict[str, int], full: int, width: int, page: Page) -> Text:
+    """Bytes by category -> a bar in which `full` bytes would fill `width` columns."""
+    bar, end = Text(), 0.0
+    for kind, size in kinds.items():
+        end = min(width, end + size / max(1, full) * width)
+        bar.append(page.eighths[8] * (int(end) - len(bar)), look(kind).colour)
+    rest = page.eighths[_eighth(end - len(bar))].strip()
+    return bar.append(rest, look(kind).colour) if rest else bar
+
+
+def _eighth(part: float) -> int:
+    """A part of a character cell -> the number of its eighths to fill."""
+    return min(8, max(0, round(part * 8)))

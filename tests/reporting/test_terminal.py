@@ -1,0 +1,80 @@
+import io
+
+import pytest
+
+from shoestring.reporting.terminal import make_console, show_profile
+
+
+def page(data, ledger=None, width=80, encoding="utf-8") -> list[str]:
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    show_profile(make_console(file=file, width=width), data, ledger)
+    file.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal(data, ledger, width):
+    data["by_module"][0]["module"] = "encoder." * 30 + "last"
+    data["task"] = "task" * 40
+    assert all(len(line) <= width for line in page(data, ledger, width))
+
+
+def test_no_row_is_wrapped_and_the_page_fits_a_screen(data, ledger):
+    data["by_module"] = [
+        {"module": f"{'encoder.' * 12}{n}", "bytes": 10**6, "activation": 10**6} for n in range(30)
+    ]
+    lines = page(data, ledger)
+    assert len(lines) <= 45
+    assert sum(".encoder." in line for line in lines) == 10
+    assert all(line.split()[1:3] == ["1.000", "0.5%"] for line in lines if ".encoder." in line)
+
+
+def test_a_long_name_keeps_its_end(data):
+    data["by_module"][0]["module"] = "encoder." * 30 + "last"
+    assert any(line.startswith("…") and "encoder.last " in line for line in page(data))
+
+
+def test_every_category_is_shown_with_bytes_and_share(data):
+    text = "\n".join(page(data))
+    for words in ("model", "optimizer state", "forward activations", "backward activations", "input"):
+        assert words in text
+    assert "160.000  75.1%" in text
+    assert "213.000 100.0%" in text
+
+
+def test_an_unknown_workspace_is_not_shown_as_nothing(data):
+    assert any(line.startswith("workspace") and "unknown" in line for line in page(data))
+    data["bytes"]["workspace"] = 0
+    assert not any(line.startswith("workspace") for line in page(data))
+
+
+def test_the_peak_is_told_with_its_phase_layer_and_operation(data):
+    assert page(data)[1] == "Peak 213.0 MB in backward, at second, threshold_backward"
+
+
+def test_the_chart_names_the_phases_and_marks_the_peak(data, ledger):
+    lines = page(data, ledger)
+    ruler = next(line for line in lines if "|forward" in line)
+    assert "|backward" in ruler and "|update" in ruler
+    mark = next(line for line in lines if "▲" in line).index("▲")
+    assert ruler.index("|backward") <= mark < ruler.index("|update")
+
+
+def test_the_flops_tell_recomputation(data):
+    words = "2 GFLOP forward, 4 GFLOP backward, 1 GFLOP recomputed (1.17x in all)"
+    assert any(words in line for line in page(data))
+
+
+def test_what_was_not_seen_is_told_in_full(data):
+    assert "not calibrated" in " ".join(page(data)[-2:])
+
+
+def test_plain_output_has_no_escape_codes_and_ascii_is_enough(data, ledger):
+    assert "\x1b" not in "\n".join(page(data, ledger))
+    assert page(data, ledger, encoding="ascii")[0] == "two-layers - batch 8 - real rules"
+
+
+def test_names_of_layers_are_no_markup(data):
+    data["by_module"][0]["module"] = "[red]first[/red]"
+    assert any(line.startswith("[red]first[/red]") for line in page(data))
