@@ -1,0 +1,130 @@
+"""`shoestring doctor`: what is installed, what it can do on this machine, and what is missing."""
+
+import argparse
+import os
+import platform
+import re
+from typing import Any
+
+from .. import __version__
+from ..errors import ShoestringError
+from .options import command, print_json
+
+CPU_FEATURES = ("avx2", "fma3", "f16c", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
+NOT_FOR_USERS = ("dev",)  # extras that only who works on the code needs
+
+
+def add(subparsers: Any) -> None:
+    command(subparsers, "doctor", run, "tell what is installed, what it can do here, and what is missing")
+
+
+def run(args: argparse.Namespace) -> int:
+    health = examine()
+    if args.json:
+        print_json(health)
+    else:
+        _show(health)
+    return 0 if health["healthy"] else 1
+
+
+def examine() -> dict[str, Any]:
+    """-> everything that the doctor finds, as JSON; `problems` says what to mend."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise ShoestringError(f"torch does not load: {error}; run pip install torch") from error
+    core = _core()
+    return {
+        "healthy": core["problem"] is None,
+        "problems": [core["problem"]] if core["problem"] else [],
+        "versions": {
+            "shoestring": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "onednn": _onednn(torch.__config__.show()),
+        },
+        "core": core,
+        "cpu": _cpu(torch),
+        "threads": torch.get_num_threads(),
+        "extras": _extras(),
+    }
+
+
+def _core() -> dict[str, Any]:
+    """Which build of the compiled core runs, and the reason; without one, the problem."""
+    forced = os.environ.get("SHOESTRING_CORE", "")
+    try:
+        from ..kernels import core
+    except Exception as error:
+        mend = "install again with pip install --force-reinstall shoestring"
+        problem = f"the compiled core does not load: {error}; {mend}, or set SHOESTRING_CORE=torch"
+        return {"name": None, "reason": str(error), "problem": problem}
+    why = {"avx2": "this CPU has AVX2, FMA and F16C", "generic": "this CPU lacks AVX2, FMA or F16C"}
+    reason = f"SHOESTRING_CORE={forced} says so" if forced else why[core.name]
+    return {"name": core.name, "reason": reason, "problem": None}
+
+
+def _onednn(build: str) -> str | None:
+    found = re.search(r"(?:MKL-DNN|oneDNN) v(\S+)", build)
+    return found[1] if found else None
+
+
+def _cpu(torch: Any) -> dict[str, Any]:
+    able = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return {
+        "name": able.get("cpu_name") or platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "features": [name for name in CPU_FEATURES if able.get(name)],
+        "torch_uses": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _extras() -> dict[str, dict[str, Any]]:
+    """Each optional extra: whether all of it is installed, and the command that installs it."""
+    from importlib.metadata import requires  # late: it is slower to import than all of --help
+
+    wanted: dict[str, list[str]] = {}
+    for line in requires("shoestring") or []:
+        if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
+            wanted.setdefault(found[2], []).append(found[1])
+    return {
+        extra: {"installed": all(map(_installed, names)), "install": f"pip install 'shoestring[{extra}]'"}
+        for extra, names in wanted.items()
+        if extra not in NOT_FOR_USERS
+    }
+
+
+def _installed(package: str) -> bool:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _show(health: dict[str, Any]) -> None:
+    from ..reporting.terminal import make_console
+
+    console = make_console()
+    for title, words, well in _lines(health):
+        mark = "+" if well else "-"
+        console.print(f"{mark} {title:<16}{words}", style=None if well else "yellow", soft_wrap=True)
+    for problem in health["problems"]:
+        console.print(f"! {problem}", style="bold red", soft_wrap=True)
+
+
+def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
+    """What was found -> title, words, and whether it is there."""
+    core, cpu = health["core"], health["cpu"]
+    lines = [(name, words or "not in this torch", bool(words)) for name, words in health["versions"].items()]
+    lines += [
+        ("core", f"{core['name'] or 'none'}: {core['reason']}", core["problem"] is None),
+        ("cpu", ", ".join([cpu["name"], f"{cpu['cores']} cores", *cpu["features"]]), True),
+        ("threads", f"{health['threads']} used by torch, which runs {cpu['torch_uses']}", True),
+    ]
+    for extra, found in health["extras"].items():
+        words = "installed" if found["installed"] else f"not installed: {found['install']}"
+        lines.append((f"[{extra}]", words, found["installed"]))
+    return lines

@@ -1,0 +1,111 @@
+"""MODEL on the command line -> a Task: a built-in name, `file.py:function` or `package.module:function`."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShoestringError
+
+if TYPE_CHECKING:
+    from ..task import Task
+
+HELP = "a built-in model such as wrn-28-2, or file.py:function or package.module:function that returns a Task"
+
+
+def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
+    """MODEL, the sizes asked for (batch or tokens) and the device of a built-in model -> the Task."""
+    if ":" not in text and not text.endswith(".py"):
+        from ..models import builtin
+
+        return builtin(text, device=device, **sizes)
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ShoestringError(f"{text!r} names no function: write it as file.py:function")
+    with users_code(text):
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        return _call(_function(module, name, place), text, sizes)
+
+
+@contextmanager
+def users_code(text: str) -> Iterator[None]:
+    """Around code of the user's: what it prints goes to stderr, and what it raises is told with its line."""
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    except ShoestringError:
+        raise
+    except SyntaxError as error:
+        where = f"line {error.lineno} of {Path(error.filename or text).name}"
+        raise ShoestringError(f"{text!r} is not valid Python: {error.msg} in {where}") from error
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if not _NOT_THEIRS & set(Path(frame.filename).parts)]
+        if not theirs:
+            raise
+        told = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+        where = f"line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}"
+        raise ShoestringError(f"{text!r} raised {told} ({where})") from error
+
+
+_NOT_THEIRS = {"site-packages", "shoestring", "<frozen importlib._bootstrap>"}
+
+
+def _load_file(path: Path) -> ModuleType:
+    """A Python file -> the module, with the file's folder on the path as if it were run itself."""
+    if not path.exists():
+        raise ShoestringError(f"there is no file {str(path)!r}: check the path before the colon")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ShoestringError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+    sys.path.insert(0, str(path.resolve().parent))
+    name = f"shoestring_user_{path.stem}"  # no name that hides an installed module
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # a dataclass looks its own module up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    """A dotted name -> the module, with the current folder on the path as `python -m` has it."""
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and one that it imports is not
+        raise ShoestringError(f"there is no module {error.name!r}: check the name and the folder") from error
+
+
+def _function(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    if function is not None:
+        raise ShoestringError(f"{name!r} in {place!r} is a {type(function).__name__}: name a function")
+    own = [f.__name__ for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
+    raise ShoestringError(f"{place!r} has no function {name!r}: it has {', '.join(own) or 'none'}")
+
+
+def _call(function: Callable[..., Any], text: str, sizes: dict[str, int]) -> "Task":
+    """Calls the user's function with the sizes asked for -> its Task."""
+    from ..task import Task
+
+    try:
+        inspect.signature(function).bind(**sizes)
+    except TypeError as error:
+        given = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no arguments"
+        raise ShoestringError(f"{text!r} cannot be called with {given}: {error}") from error
+    task = function(**sizes)
+    if not isinstance(task, Task):
+        raise ShoestringError(f"{text!r} returned {type(task).__name__}, not a shoestring.Task: return one")
+    return task

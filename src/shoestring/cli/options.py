@@ -1,0 +1,93 @@
+"""What the commands share: the parser, the types of arguments, and how data leaves."""
+
+import argparse
+import difflib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import ShoestringError
+
+
+class WrongUsage(ShoestringError):
+    """Arguments that no command understands."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is an error of ours in one line, and `--bat` is no word for `--batch`."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongUsage(f"{message}; see `{self.prog} --help`")
+
+
+def command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
+    """A command's name, function and purpose -> its parser, which has --json already."""
+    parser = subparsers.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+    parser.add_argument("--json", action="store_true", help="data on stdout, words on stderr")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Refuses arguments that `parser` does not know, with the option that was probably meant, or all."""
+    known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
+    word = unknown[0].split("=")[0]
+    close = difflib.get_close_matches(word, known, n=1) or [", ".join(known)]
+    raise WrongUsage(f"`{parser.prog}` takes no {word!r}; did you mean {close[0]}?")
+
+
+def whole_number(low: int, high: int) -> Callable[[str], int]:
+    """Bounds -> an argument type: a whole number between them."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text.replace("_", ""))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= number <= high:
+            raise argparse.ArgumentTypeError(f"{number} is out of range: it must be from {low} to {high:,}")
+        return number
+
+    return convert
+
+
+def percentage(text: str) -> float:
+    """An argument type: a percentage above 0 and up to 100."""
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage") from None
+    if not 0 < number <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0 and at most 100")
+    return number
+
+
+def output_file(*suffixes: str) -> Callable[[str], Path]:
+    """Suffixes -> an argument type: a file that can be written, checked before any work is done."""
+
+    def convert(text: str) -> Path:
+        path = Path(text)
+        if path.suffix.lower() not in suffixes:
+            raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(suffixes)}")
+        if path.is_dir() or not path.parent.is_dir():
+            reason = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
+        return path
+
+    return convert
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file whose name the user gave; a refusal of the system is said in one line."""
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2))

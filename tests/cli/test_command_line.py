@@ -1,0 +1,99 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+import shoestring as package
+from shoestring.cli import doctor
+from shoestring.errors import Diverged
+
+
+def raises(error):
+    def examine():
+        raise error
+
+    return examine
+
+
+def test_help_names_every_command(shoestring):
+    answer = shoestring("--help")
+    assert answer.code == 0
+    assert "profile" in answer.out and "doctor" in answer.out
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, shoestring.cli.main as m; m.main(['doctor', '-h'])"
+    check = "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
+    script = f"import atexit, sys; atexit.register(lambda: {check}); {code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_the_version_is_the_packages(shoestring):
+    assert shoestring("--version").out == f"shoestring {package.__version__}\n"
+
+
+def test_no_command_is_wrong_usage_that_lists_them(shoestring):
+    answer = shoestring()
+    assert answer.code == 2
+    assert answer.complaint == "name a command: profile, doctor; see `shoestring --help`"
+
+
+def test_an_unknown_command_is_named_with_the_choices(shoestring):
+    answer = shoestring("profil")
+    assert answer.code == 2
+    assert "'profil'" in answer.complaint and "'profile'" in answer.complaint
+
+
+def test_an_unknown_option_is_named_with_the_one_that_was_meant(shoestring):
+    answer = shoestring("profile", "wrn-28-2", "--bach=3")
+    assert answer.code == 2
+    assert answer.complaint == "`shoestring profile` takes no '--bach'; did you mean --batch?"
+
+
+def test_an_option_like_no_other_is_answered_with_all(shoestring):
+    assert "--json" in shoestring("doctor", "--zzz").complaint
+
+
+def test_an_abbreviated_option_is_refused(shoestring):
+    assert shoestring("doctor", "--js").complaint.endswith("did you mean --json?")
+
+
+def test_an_error_of_ours_gives_its_own_exit_code(shoestring, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", raises(Diverged("the loss is nan\n  at step 3")))
+    answer = shoestring("doctor")
+    assert (answer.code, answer.complaint) == (5, "the loss is nan at step 3")
+
+
+def test_an_unexpected_error_is_one_line_with_a_way_to_see_more(shoestring, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", raises(KeyError("x")))
+    answer = shoestring("doctor")
+    assert answer.code == 1
+    assert "KeyError" in answer.complaint and "SHOESTRING_TRACEBACK=1" in answer.complaint
+
+
+def test_the_traceback_is_there_for_who_asks(shoestring, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", raises(KeyError("x")))
+    monkeypatch.setenv("SHOESTRING_TRACEBACK", "1")
+    with pytest.raises(KeyError):
+        shoestring("doctor")
+
+
+def test_an_interrupt_ends_quietly(shoestring, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", raises(KeyboardInterrupt()))
+    answer = shoestring("doctor")
+    assert (answer.code, answer.complaint) == (130, "stopped")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of the shell")
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_a_reader_that_leaves_early_is_no_error(arguments):
+    script = "from shoestring.cli import doctor, main; doctor._lines = lambda health: [('x', 'y', True)]; "
+    script += "doctor.examine = lambda: {'healthy': True, 'problems': []}; "
+    script += f"raise SystemExit(main.main({arguments}))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")

@@ -1,0 +1,52 @@
+import json
+import sys
+
+import torch
+
+import shoestring as package
+from shoestring.kernels import core
+
+
+def test_a_healthy_machine_is_told_line_by_line(shoestring):
+    answer = shoestring("doctor")
+    assert answer.code == 0
+    versions = [package.__version__, torch.__version__]
+    expected = [*versions, "python", "onednn", "core", "cpu", "threads", "[plot]"]
+    assert [words for words in expected if words not in answer.out] == []
+
+
+def test_the_json_tells_the_core_in_use_and_why(shoestring):
+    health = json.loads(shoestring("doctor", "--json").out)
+    assert health["healthy"] and health["problems"] == []
+    assert health["core"]["name"] == core.name
+    assert health["core"]["reason"]
+    assert health["threads"] == torch.get_num_threads()
+    assert health["versions"]["torch"] == torch.__version__
+
+
+def test_a_core_that_does_not_load_is_a_problem_with_a_remedy(shoestring, monkeypatch):
+    monkeypatch.delattr("shoestring.kernels.core")
+    monkeypatch.setitem(sys.modules, "shoestring.kernels.core", None)
+    answer = shoestring("doctor")
+    assert answer.code == 1
+    assert "the compiled core does not load" in answer.out and "SHOESTRING_CORE=torch" in answer.out
+
+
+def test_a_forced_core_says_who_forced_it(shoestring, monkeypatch):
+    monkeypatch.setenv("SHOESTRING_CORE", "generic")
+    core = json.loads(shoestring("doctor", "--json").out)["core"]
+    assert core["reason"] == "SHOESTRING_CORE=generic says so"
+
+
+def test_a_missing_extra_comes_with_its_command(shoestring, monkeypatch):
+    from shoestring.cli import doctor
+
+    monkeypatch.setattr(doctor, "_installed", lambda package: package != "matplotlib")
+    extras = json.loads(shoestring("doctor", "--json").out)["extras"]
+    assert extras["plot"] == {"installed": False, "install": "pip install 'shoestring[plot]'"}
+    assert extras["nlp"]["installed"]
+    assert "pip install 'shoestring[plot]'" in shoestring("doctor").out
+
+
+def test_developers_extras_are_not_for_users(shoestring):
+    assert "dev" not in json.loads(shoestring("doctor", "--json").out)["extras"]
