@@ -2,6 +2,7 @@
 #include "core.h"
 
 void bind_bitmask(nb::module_&);
+void bind_norm(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -14,4 +15,5 @@ static bool supports_avx2() {
 NB_MODULE(CORE_NAME, m) {
   m.def("supports_avx2", &supports_avx2);
   bind_bitmask(m);
+  bind_norm(m);
 }

@@ -18,15 +18,19 @@ _HOMES = {
     "builtin": "models",
     "profile": "profiling",
     "Profile": "profiling",
+    "Plan": "planning.plan",
+    "apply": "training.apply",
     "ShoestringError": "errors",
 }
-__all__ = ["SGD", "Adam", "Profile", "ShoestringError", "Task", "builtin", "profile"]
+__all__ = ["SGD", "Adam", "Plan", "Profile", "ShoestringError", "Task", "apply", "builtin", "profile"]
 
 if TYPE_CHECKING:
     from .errors import ShoestringError
     from .models import builtin
+    from .planning.plan import Plan
     from .profiling import Profile, profile
     from .task import SGD, Adam, Task
+    from .training.apply import apply
 
 
 def __getattr__(name: str) -> Any:

@@ -5,14 +5,14 @@ SHOESTRING_CORE=avx2 | generic | torch. `torch` runs the pure-PyTorch twin of ev
 
 import importlib
 import os
-from types import ModuleType
+from typing import Any
 
 import torch  # noqa: F401 - first: its OpenMP runtime is the one that the core must share
 
 from ..errors import ShoestringError
 
 
-def _load() -> tuple[str, ModuleType | None]:
+def _load() -> tuple[str, Any]:
     wanted = os.environ.get("SHOESTRING_CORE", "")
     if wanted not in ("", "avx2", "generic", "torch"):
         raise ShoestringError(f"SHOESTRING_CORE={wanted} does not exist: use avx2, generic or torch")

@@ -44,7 +44,7 @@ def materialise_module(
 
     `real` maps meta tensors to those that took their place; share it between modules that share tensors.
     """
-    owned = [*meta_tensors(module)]
+    owned = meta_tensors(module)
     if not owned:
         return
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)

@@ -6,6 +6,7 @@ under the random state of the first run; tensors are collected in the order of t
 when the last one is there, so that nothing is computed that nobody asked for.
 """
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -77,18 +78,22 @@ class Frame:
         self.shapes: list[tuple] = []  # of the saved tensors, in order
         self.states: list[_State] = []  # random and autocast state before each call
         self.store: dict[int, Kept] | None = None
-        self.output: Any = None  # of the last call, by identity only
+        self._output: weakref.ref | None = None  # of the last call; a strong reference would keep the map alive
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs `function` as the next call of the chain, keeping nothing of what it saves."""
-        chained = bool(self.calls) and bool(args) and args[0] is self.output
+        chained = self.continues(args)
         self.calls.append(_Call(function, args, kwargs, chained))
         self.states.append(_State())
         with keeping(self._ticket):
             output = function(*args, **kwargs)
         self.states[-1].forget_if_unused()
-        self.output = output
+        self._output = weakref.ref(output) if isinstance(output, Tensor) else None
         return output
+
+    def continues(self, args: tuple) -> bool:
+        """Whether a call with these arguments takes what the last call returned."""
+        return self._output is not None and bool(args) and args[0] is self._output()
 
     def _ticket(self, tensor: Tensor) -> Ticket:
         self.shapes.append((tensor.shape, tensor.dtype))
@@ -105,13 +110,11 @@ class Frame:
 
     def _run_again(self) -> None:
         self.store = {}
-        self.output = None
         calls, self.calls = self.calls, []
         with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), keeping(self._collect):
             output = None
             try:
-                while calls:
-                    call, state = calls.pop(0), self.states.pop(0)
+                for call, state in zip(calls, self.states, strict=True):
                     with state.restored():
                         output = call.again(output)
             except _Complete:

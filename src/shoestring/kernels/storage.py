@@ -1,0 +1,57 @@
+"""How tensors reach the compiled kernels: storage codes, memory layouts and addresses."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShoestringError
+
+# The storage types that kernels widen to FP32; the codes of csrc/vector.h.
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def code(x: Tensor) -> int:
+    """A tensor's storage code in the compiled core."""
+    return CODES[x.dtype]
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def float32(x: Any) -> Any:
+    """A vector of coefficients, or None, as the kernels read it: contiguous FP32."""
+    return None if x is None else x.to(torch.float32).contiguous()
+
+
+def layout(x: Tensor) -> torch.memory_format:
+    """The layout in which a map is read: channels_last if it is only that, else contiguous."""
+    if not x.is_contiguous():
+        for dimensions, last in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if x.dim() == dimensions and x.is_contiguous(memory_format=last):
+                return last
+    return torch.contiguous_format
+
+
+def dense(x: Tensor, form: torch.memory_format | None = None) -> Tensor:
+    """The tensor itself if it lies in the layout `form` (its own by default) without gaps, else a copy."""
+    return x.contiguous(memory_format=layout(x) if form is None else form)
+
+
+def require_same(what: str, x: Tensor, **others: Tensor | None) -> None:
+    """Refuses tensors whose shape or dtype differs from x's."""
+    for name, other in others.items():
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+            raise ShoestringError(
+                f"{what}: {name} is {other.dtype} {tuple(other.shape)} but x {x.dtype} {tuple(x.shape)}: "
+                "pass tensors of one shape and dtype"
+            )
+
+
+def require_in_place(what: str, out: Tensor, form: torch.memory_format) -> None:
+    """Refuses an output that cannot be written where it lies."""
+    if not out.is_contiguous(memory_format=form):
+        raise ShoestringError(
+            f"{what}: out has strides {tuple(out.stride())}, not x's layout: pass out=None or a tensor like x"
+        )

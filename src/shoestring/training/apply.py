@@ -1,0 +1,51 @@
+"""`apply(task, plan) -> LeanTask`: the task with a plan's techniques in force, ready to step."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import ShoestringError
+from ..planning.plan import Plan
+from ..task import Task
+from ..techniques import REGISTRY
+from .step import Stepper
+
+
+class LeanTask:
+    """A task under a plan. `step(batch)` does one update; `model` is the live module; `task` describes both."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        self.task, self.plan = task, plan
+        self._stepper: Stepper | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.task.model
+
+    @property
+    def stepper(self) -> Stepper:
+        """Made with the first step, so that a task that is only profiled allocates no optimizer."""
+        if self._stepper is None:
+            self._stepper = Stepper(self.task)
+        return self._stepper
+
+    def step(self, batch: Any) -> Tensor:
+        """A batch -> its mean loss, after one whole update."""
+        return self.stepper.step(batch)
+
+
+def lean_task(task: Task, plan: Plan) -> Task:
+    """A task and a plan -> the task with the plan's techniques, still a description."""
+    wanted = plan.techniques()
+    known = {technique.name for technique in REGISTRY}
+    if unknown := set(wanted) - known:
+        raise ShoestringError(f"the plan asks for {sorted(unknown)[0]}, which is not there: known are {sorted(known)}")
+    for technique in REGISTRY:
+        if technique.name in wanted:
+            task = technique.apply(task, technique.settings(wanted[technique.name]))
+    return task
+
+
+def apply(task: Task, plan: Plan) -> LeanTask:
+    """A task and a plan -> a task that trains within the plan's memory."""
+    return LeanTask(lean_task(task, plan), plan)
