@@ -11,7 +11,7 @@ def test_a_healthy_machine_is_told_line_by_line(shoestring):
     answer = shoestring("doctor")
     assert answer.code == 0
     versions = [package.__version__, torch.__version__]
-    expected = [*versions, "python", "onednn", "core", "cpu", "threads", "[plot]"]
+    expected = [*versions, "python", "onednn", "core", "cpu", "threads", "meter heap", "cache", "[plot]"]
     assert [words for words in expected if words not in answer.out] == []
 
 
@@ -50,3 +50,15 @@ def test_a_missing_extra_comes_with_its_command(shoestring, monkeypatch):
 
 def test_developers_extras_are_not_for_users(shoestring):
     assert "dev" not in json.loads(shoestring("doctor", "--json").out)["extras"]
+
+
+def test_every_meter_says_whether_it_works_and_how(shoestring):
+    meters = json.loads(shoestring("doctor", "--json").out)["meters"]
+    assert meters["allocator"]["works"]
+    assert meters["cuda"]["works"] == torch.cuda.is_available()
+    assert all(meter["how"] for meter in meters.values())
+
+
+def test_the_cache_folder_follows_the_environment(shoestring, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert json.loads(shoestring("doctor", "--json").out)["cache"] == str(tmp_path / "shoestring")

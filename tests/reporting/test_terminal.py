@@ -78,3 +78,15 @@ def test_plain_output_has_no_escape_codes_and_ascii_is_enough(data, ledger):
 def test_names_of_layers_are_no_markup(data):
     data["by_module"][0]["module"] = "[red]first[/red]"
     assert any(line.startswith("[red]first[/red]") for line in page(data))
+
+
+def test_large_and_small_totals_keep_readable_digits(data):
+    data["bytes"]["total"] = 2_826_100_000
+    assert any(line.startswith("forward activations") and " 160.0 " in line for line in page(data))
+    data["bytes"]["total"] = 160_000_000 * 4000
+    assert any(line.startswith("forward activations") and " 0.160 " in line for line in page(data))
+
+
+def test_layers_without_categories_are_shown_too(data):
+    data["by_module"] = [{"module": "only", "bytes": 4 * 10**6}]
+    assert any(line.startswith("only") and "4.000" in line for line in page(data))

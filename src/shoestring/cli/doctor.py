@@ -33,6 +33,9 @@ def examine() -> dict[str, Any]:
         import torch
     except (ImportError, OSError) as error:
         raise ShoestringError(f"torch does not load: {error}; run pip install torch") from error
+    from ..measuring import available
+    from ..measuring.cache import cache_folder
+
     core = _core()
     return {
         "healthy": core["problem"] is None,
@@ -46,6 +49,8 @@ def examine() -> dict[str, Any]:
         "core": core,
         "cpu": _cpu(torch),
         "threads": torch.get_num_threads(),
+        "meters": {name: {"works": works, "how": how} for name, (works, how) in available().items()},
+        "cache": str(cache_folder()),
         "extras": _extras(),
     }
 
@@ -124,6 +129,8 @@ def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
         ("cpu", ", ".join([cpu["name"], f"{cpu['cores']} cores", *cpu["features"]]), True),
         ("threads", f"{health['threads']} used by torch, which runs {cpu['torch_uses']}", True),
     ]
+    lines += [(f"meter {name}", meter["how"], meter["works"]) for name, meter in health["meters"].items()]
+    lines.append(("cache", health["cache"], True))
     for extra, found in health["extras"].items():
         words = "installed" if found["installed"] else f"not installed: {found['install']}"
         lines.append((f"[{extra}]", words, found["installed"]))

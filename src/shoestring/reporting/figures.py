@@ -12,7 +12,7 @@ from ..errors import ShoestringError
 from ..ledger import Ledger
 from ..units import format_bytes
 from .comparison import Comparison
-from .palette import ACCENT, FAINT, INK, MUTED, in_order, look
+from .palette import ACCENT, FAINT, INK, MUTED, in_order, is_light, look, sort_kinds
 from .timeline import Timeline, timeline
 
 if TYPE_CHECKING:
@@ -44,9 +44,12 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
         words = [f"{name} {value}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
         figure.text(left + width, 0.94, " · ".join(words), color=MUTED, ha="right")
         _pie(figure.add_axes((left, 0.4, width, 0.5)), data)
-        _legend(figure.add_axes((left, 0.02, width, 0.36)), data)
+        shown = set(in_order(data["by_category"]))
         if ledger:
-            _stack(figure.add_axes((0.065, 0.07, 0.57, 0.77)), timeline(ledger, _COLUMNS), data)
+            steps = timeline(ledger, _COLUMNS)
+            _stack(figure.add_axes((0.065, 0.07, 0.57, 0.77)), steps, data)
+            shown |= {kind for kind, sizes in steps.parts.items() if any(sizes)}
+        _legend(figure.add_axes((left, 0.02, width, 0.36)), sort_kinds(shown), data)
 
 
 def overlay_figure(
@@ -101,14 +104,14 @@ def require_plot() -> None:
 # -- a step -----------------------------------------------------------------------------------------------
 def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
     """The bytes of each category over a step, stacked; phases above, the peak marked."""
-    kinds = list(in_order({kind: max(sizes) for kind, sizes in steps.parts.items()}))
+    kinds = sort_kinds(steps.parts)
     top, floor = max(steps.totals), [0] * len(steps.totals)
     for kind in kinds:
         roof = [low + size for low, size in zip(floor, steps.parts[kind], strict=True)]
         axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
         if kind != kinds[-1]:
             axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
-        _name_area(axes, look(kind).label, floor, roof, top)
+        _name_area(axes, kind, floor, roof, top)
         floor = roof
     _memory_axis(axes, top)
     axes.set(xlim=(0, len(floor) - 1), xticks=[], xlabel="one step: storages born and freed, in order")
@@ -116,17 +119,23 @@ def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
     _mark_peak(axes, steps, data["peak"])
 
 
-def _name_area(axes: "Axes", label: str, floor: list[int], roof: list[int], top: int) -> None:
+def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: int) -> None:
     """Writes a category's name where its area has most room for it, if it has any."""
+    label, colour = look(kind).label, look(kind).colour
     width = max(1, round(len(floor) * 0.0155 * len(label)))
-    rooms = [
-        (min(roof[start : start + width]) - max(floor[start : start + width]), start)
-        for start in range(len(floor) - width)
-    ]
-    room, start = max(rooms, default=(0, 0))
-    if room > 0.06 * top:
-        y = (min(roof[start : start + width]) + max(floor[start : start + width])) / 2
-        axes.text(start + width / 2, y, label, ha="center", va="center", weight="bold")
+    middle = (len(floor) - width) // 2
+
+    def bounds(start: int) -> tuple[int, int]:
+        return max(floor[start : start + width]), min(roof[start : start + width])
+
+    def room(start: int) -> int:
+        return bounds(start)[1] - bounds(start)[0]
+
+    start = max(range(len(floor) - width), key=lambda s: (room(s), -abs(s - middle)), default=0)
+    if room(start) > 0.045 * top:
+        ink = INK if is_light(colour) else "white"
+        centre = start + width / 2, sum(bounds(start)) / 2
+        axes.text(*centre, label, ha="center", va="center", weight="bold", color=ink)
 
 
 def _name_phases(axes: "Axes", steps: Timeline) -> None:
@@ -187,12 +196,13 @@ def _pie(axes: "Axes", data: dict[str, Any]) -> None:
     axes.text(0, -0.16, "at the peak", ha="center", va="center", color=MUTED, size=8.5)
 
 
-def _legend(axes: "Axes", data: dict[str, Any]) -> None:
+def _legend(axes: "Axes", kinds: list[str], data: dict[str, Any]) -> None:
     """The colours' names with bytes and shares, in columns."""
-    parts, total = in_order(data["by_category"]), data["bytes"]["total"]
+    parts, total = data["by_category"], data["bytes"]["total"]
     axes.set(xlim=(0, 1), ylim=(7, 0))
     axes.axis("off")
-    for row, (kind, size) in enumerate(parts.items()):
+    for row, kind in enumerate(kinds):
+        size = parts.get(kind, 0)
         axes.plot(0.06, row + 0.5, "s", color=look(kind).colour, ms=9)
         axes.text(0.11, row + 0.5, look(kind).label, va="center")
         axes.text(0.8, row + 0.5, format_bytes(size), va="center", ha="right")

@@ -4,6 +4,7 @@ Blue is what grows with the model, amber and rust what grows with the batch. Nei
 lightness, so that a print in grey can still be read, and all are seen on a dark terminal.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -41,5 +42,15 @@ def look(kind: str) -> Look:
 
 def in_order(sizes: dict[str, int]) -> dict[str, int]:
     """Bytes by category -> the same in the order of the stack, without those that are nothing."""
-    names = sorted((name for name in sizes if sizes[name]), key=lambda name: _RANK.get(name, len(_RANK)))
-    return {name: sizes[name] for name in names}
+    return {kind: sizes[kind] for kind in sort_kinds(kind for kind in sizes if sizes[kind])}
+
+
+def sort_kinds(kinds: Iterable[str]) -> list[str]:
+    """Categories -> the same in the order of the stack; those that are not known come last."""
+    return sorted(kinds, key=lambda kind: _RANK.get(kind, len(_RANK)))
+
+
+def is_light(colour: str) -> bool:
+    """Whether black letters read better than white ones on a "#rrggbb" colour, by its luma."""
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue > 128

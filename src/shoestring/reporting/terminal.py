@@ -105,9 +105,10 @@ def _layers(data: dict[str, Any], page: Page) -> Iterator[Text]:
     yield _heading("Heaviest layers", total, page)
     for row in rows:
         kinds = in_order({name: size for name, size in row.items() if name not in ("module", "bytes")})
+        kinds = kinds or {"": row["bytes"]}
         bar = _bar(kinds, rows[0]["bytes"], room, page)
         bar.pad_right(room - bar.cell_len + 1)
-        largest = look(max(kinds, key=lambda kind: kinds[kind])).label if kinds else ""
+        largest = look(max(kinds, key=lambda kind: kinds[kind])).label
         name = row["module"] or "(outside any layer)"
         yield _row(name, row["bytes"], total, page).append(bar).append(largest, "dim")
 
@@ -149,15 +150,17 @@ def _row(name: str, size: int, total: int, page: Page, style: str = "") -> Text:
     if len(name) > page.name:
         name = page.cut + name[len(name) - page.name + len(page.cut) :]
     factor = _unit(total)[0]
-    amount = f"{size / factor:,.3f}" if factor > 1 else str(size)
+    digits = 0 if factor == 1 else 3 if total < 1000 * factor else 1
+    amount = f"{size / factor:,.{digits}f}"
     share = f"{size / max(1, total):.1%}"
     return Text(f"{name:<{page.name}}{amount:>{_AMOUNT}}{share:>{_SHARE}}{'':{_GAP}}", style)
 
 
 def _unit(total: int) -> tuple[int, str]:
     """The one unit in which a page gives sizes, so that their points align."""
-    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
-    return next((unit for unit in units if total >= unit[0]), (1, "B"))
+    if total >= 10**11:
+        return 10**9, "GB"
+    return (10**6, "MB") if total >= 10**6 else (10**3, "KB") if total >= 10**3 else (1, "B")
 
 
 def _bar(kinds: dict[str, int], full: int, width: int, page: Page) -> Text:
