@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import ShoestringError
 from .draws import mix
-from .files import spill
+from .files import Rows
 
 # Of ImageNet's training set, as published.
 MEAN = (0.485, 0.456, 0.406)
@@ -28,16 +28,13 @@ class FolderSplit:
     classes: tuple[str, ...]
     size: int
     class_ends: np.ndarray  # the number of images up to the end of each class
-    names: np.ndarray
-    name_ends: np.ndarray
+    names: Rows
 
     def __len__(self) -> int:
-        return len(self.name_ends)
+        return len(self.names)
 
     def path(self, index: int) -> Path:
-        start = self.name_ends[index - 1] if index else 0
-        name = bytes(self.names[start : self.name_ends[index]]).decode("utf-8", "surrogateescape")
-        return self.folder / self.classes[self.label(index)] / name
+        return self.folder / self.classes[self.label(index)] / self.names.text(index)
 
     def label(self, index: int) -> int:
         return int(np.searchsorted(self.class_ends, index, side="right"))
@@ -71,22 +68,16 @@ def open_folders(folder: Path, size: int = 224) -> tuple[FolderSplit, FolderSpli
 
 
 def _split(folder: Path, classes: tuple[str, ...], size: int) -> FolderSplit:
-    class_ends: list[int] = []
-    name_ends: list[int] = []
+    counts: list[int] = []
 
-    def names() -> Iterator[bytes]:
-        length = 0
+    def names() -> Iterator[str]:
         for name in classes:
-            for file in _images(folder / name):
-                name_bytes = file.encode("utf-8", "surrogateescape")
-                length += len(name_bytes)
-                name_ends.append(length)
-                yield name_bytes
-            class_ends.append(len(name_ends))
+            files = _images(folder / name)
+            counts.append(len(files))
+            yield from files
 
-    blob = spill(names())
-    ends = spill([np.array(name_ends, np.int64).tobytes()]).view(np.int64)
-    return FolderSplit(folder, classes, size, np.array(class_ends), blob, ends)
+    rows = Rows.of_texts(names())
+    return FolderSplit(folder, classes, size, np.cumsum(counts), rows)
 
 
 def _images(folder: Path) -> list[str]:

@@ -83,7 +83,7 @@ def _unzip(path: Path) -> Iterator[bytes]:
         with gzip.open(path) as file:
             while chunk := file.read(1 << 16):
                 yield chunk
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except (EOFError, OSError, zlib.error) as error:
         raise ShoestringError(
             f"{path} cannot be unzipped, it is cut short or damaged ({error}): download it again"
         ) from error

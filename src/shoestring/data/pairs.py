@@ -1,0 +1,149 @@
+"""`open_pairs(folder)`: sentence pairs in the layout of the prepared IWSLT'14, or of a generated language."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from ..errors import ShoestringError
+from .files import Rows, cache_folder, need_file
+from .language import sentence_pairs
+from .vocabulary import PARTS, PIECES, WORDS, Split, Vocabulary, byte_pairs, encode
+
+SPLITS = ("train", "valid", "test")
+EMBEDDED_COUNTS = (8000, 500, 500)
+
+
+@dataclass(frozen=True)
+class PairSplit:
+    """Sentences and their translations as ids that end with EOS; `references` are the translations' texts."""
+
+    name: str
+    source: Rows
+    target: Rows
+    references: Rows
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Three splits, and the vocabulary of each language."""
+
+    train: PairSplit
+    valid: PairSplit
+    test: PairSplit
+    source: Vocabulary
+    target: Vocabulary
+    languages: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A text file, read line by line each time that it is iterated over."""
+
+    path: Path
+
+    def __iter__(self) -> Iterator[str]:
+        with need_file(self.path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield self._text(line, number)
+
+    def _text(self, line: bytes, number: int) -> str:
+        try:
+            text = line.decode("utf-8").strip()
+        except UnicodeDecodeError:
+            raise ShoestringError(f"{self.path}, line {number:,}: not UTF-8; convert the file") from None
+        if not text:
+            raise ShoestringError(
+                f"{self.path}, line {number:,}: an empty sentence; remove the line from both languages"
+            )
+        return text
+
+
+Texts = dict[tuple[str, str], Iterable[str]]  # the lines of each split in each language
+
+
+def open_pairs(
+    folder: str | Path | None = None,
+    *,
+    languages: tuple[str, str] | None = None,
+    vocabulary: int | None = 10_000,
+    cache: Path | None = None,
+) -> Pairs:
+    """A folder with train, valid and test in two languages (train.de, train.en) -> its pairs; None: embedded.
+
+    `languages` are source and target; unless told, they are taken from a folder name such as iwslt14.de-en,
+    else in alphabetical order. Text that is split into parts already ("ho@@ use") is taken as it is; other
+    text is split by a joint byte-pair encoding of `vocabulary` pieces, which is kept in `cache`, or into
+    words if that is None.
+    """
+    if folder is None:
+        return _embedded()
+    where = Path(folder)
+    if not where.is_dir():
+        raise ShoestringError(f"the data folder {where} does not exist: check the path")
+    languages = languages or _languages(where)
+    lines = {
+        (name, language): Lines(where / f"{name}.{language}") for name in SPLITS for language in languages
+    }
+    for name in SPLITS:
+        _check_counts(*(lines[name, language] for language in languages))
+    source, target = (lines["train", language] for language in languages)
+    return _pairs({**lines}, languages, *_splitter(source, target, vocabulary, cache))
+
+
+def _languages(folder: Path) -> tuple[str, str]:
+    found = sorted(path.suffix[1:] for path in folder.glob("train.*") if path.is_file())
+    named = re.search(r"([a-z]{2,3})-([a-z]{2,3})$", folder.resolve().name)
+    if named and {named[1], named[2]} <= set(found):
+        return named[1], named[2]
+    if len(found) != 2:
+        raise ShoestringError(
+            f"{folder} holds {len(found)} files train.LANGUAGE, and a pair takes 2, such as train.de and "
+            "train.en: name them with `languages`, or choose another folder"
+        )
+    return found[0], found[1]
+
+
+def _check_counts(source: Lines, target: Lines) -> None:
+    counts = [sum(1 for _ in lines) for lines in (source, target)]
+    if counts[0] != counts[1]:
+        raise ShoestringError(
+            f"{source.path} has {counts[0]:,} lines and {target.path} {counts[1]:,}: line n of one must "
+            "translate line n of the other; prepare them again"
+        )
+
+
+def _splitter(source: Lines, target: Lines, vocabulary: int | None, cache: Path | None) -> tuple[Split, str]:
+    """The training text -> how its lines are split into pieces, and how these are marked."""
+    if any("@@ " in line for lines in (source, target) for line in islice(lines, 1000)):
+        return str.split, PARTS
+    if vocabulary is None:
+        return str.split, WORDS
+    return byte_pairs((source.path, target.path), vocabulary, cache or cache_folder()), PIECES
+
+
+def _embedded() -> Pairs:
+    languages, made = ("little", "english"), sentence_pairs(sum(EMBEDDED_COUNTS))
+    texts: Texts = {}
+    for name, count in zip(SPLITS, EMBEDDED_COUNTS, strict=True):
+        sides = zip(*islice(made, count), strict=True)
+        texts |= {(name, language): side for language, side in zip(languages, sides, strict=True)}
+    return _pairs(texts, languages, str.split, WORDS)
+
+
+def _pairs(texts: Texts, languages: tuple[str, str], split: Split, mark: str) -> Pairs:
+    pieces = {place: Rows.of_texts(" ".join(split(line)) for line in lines) for place, lines in texts.items()}
+    source, target = (Vocabulary.of(pieces["train", language], mark) for language in languages)
+
+    def encoded(name: str) -> PairSplit:
+        sources, targets = (pieces[name, language] for language in languages)
+        references = texts[name, languages[1]]
+        whole = (line.replace("@@ ", "") if mark == PARTS else line for line in references)
+        return PairSplit(name, encode(sources, source), encode(targets, target), Rows.of_texts(whole))
+
+    train, valid, test = (encoded(name) for name in SPLITS)
+    return Pairs(train, valid, test, source, target, languages)
