@@ -3,6 +3,8 @@
 
 void bind_bitmask(nb::module_&);
 void bind_norm(nb::module_&);
+void bind_sparse_index(nb::module_&);
+void bind_sparse_conv(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -16,4 +18,6 @@ NB_MODULE(CORE_NAME, m) {
   m.def("supports_avx2", &supports_avx2);
   bind_bitmask(m);
   bind_norm(m);
+  bind_sparse_index(m);
+  bind_sparse_conv(m);
 }
