@@ -28,9 +28,20 @@ def predict_tokens(model, batch):
 
 
 def mlp(batch=64):
-    layers = [nn.Linear(256, 512), nn.ReLU(), nn.Dropout(0.1), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10)]
+    layers = [
+        nn.Linear(256, 512),
+        nn.ReLU(),
+        nn.Dropout(0.1),
+        nn.Linear(512, 512),
+        nn.GELU(),
+        nn.Linear(512, 10),
+    ]
     return Task(
-        nn.Sequential(*layers), classify, (torch.randn(batch, 256), torch.randint(10, (batch,))), Adam(), name="mlp"
+        nn.Sequential(*layers),
+        classify,
+        (torch.randn(batch, 256), torch.randint(10, (batch,))),
+        Adam(),
+        name="mlp",
     )
 
 
@@ -79,7 +90,11 @@ def unet(batch=8):
 class Recurrent(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.lstm, self.head = nn.Embedding(500, 64), nn.LSTM(64, 128, 2, batch_first=True), nn.Linear(128, 500)
+        self.embed, self.lstm, self.head = (
+            nn.Embedding(500, 64),
+            nn.LSTM(64, 128, 2, batch_first=True),
+            nn.Linear(128, 500),
+        )
 
     def forward(self, ids):
         return self.head(self.lstm(self.embed(ids))[0])
@@ -102,7 +117,13 @@ class Encoder(nn.Module):
 
 
 def bert(batch=8):
-    return Task(Encoder(), predict_tokens, tokens(batch, 32, 1000), Adam(decoupled=True, weight_decay=0.01), name="bert")
+    return Task(
+        Encoder(),
+        predict_tokens,
+        tokens(batch, 32, 1000),
+        Adam(decoupled=True, weight_decay=0.01),
+        name="bert",
+    )
 
 
 class CausalBlock(nn.Module):
@@ -114,7 +135,9 @@ class CausalBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -150,7 +173,10 @@ class Patches(nn.Module):
         super().__init__()
         self.patch, self.place = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.zeros(1, 64, width))
         self.blocks = nn.Sequential(
-            *[nn.TransformerEncoderLayer(width, 3, 2 * width, 0.0, batch_first=True, norm_first=True) for _ in range(depth)]
+            *[
+                nn.TransformerEncoderLayer(width, 3, 2 * width, 0.0, batch_first=True, norm_first=True)
+                for _ in range(depth)
+            ]
         )
         self.head = nn.Linear(width, 10)
 
@@ -183,7 +209,13 @@ def returns_dataclass(batch=64):
         output = model(batch[0])
         return F.cross_entropy(output.logits, batch[1]) + 1e-3 * output.hidden.square().mean()
 
-    return Task(ReturnsDataclass(), loss, (torch.randn(batch, 128), torch.randint(10, (batch,))), SGD(), name="dataclass")
+    return Task(
+        ReturnsDataclass(),
+        loss,
+        (torch.randn(batch, 128), torch.randint(10, (batch,))),
+        SGD(),
+        name="dataclass",
+    )
 
 
 ZOO = (mlp, branches, unet, lstm, bert, gpt, tied, vit, returns_dataclass)

@@ -1,4 +1,4 @@
-"""Which part of a training step is running, told to whoever listens: the profiler, the meters, the progress line."""
+"""Which part of a training step is running, told to whoever listens: profiler, meters, progress line."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Task: a model, its loss, a batch and an optimizer; everything that a training step needs, and nothing else."""
+"""Task: a model, its loss, a batch and an optimizer: all that a training step needs, and nothing else."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -23,7 +23,11 @@ class SGD:
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
-            parameters, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay
+            parameters,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
         )
 
 
@@ -75,12 +79,16 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise ShoestringError(f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself")
+            raise ShoestringError(
+                f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself"
+            )
         if not callable(self.loss):
-            raise ShoestringError("a Task needs a loss(model, batch) that returns the mean loss: pass a function")
+            raise ShoestringError(
+                "a Task needs a loss(model, batch) that returns the mean loss: pass a function"
+            )
         if not callable(self.optimizer):
             raise ShoestringError(
-                "a Task needs optimizer settings such as SGD(lr=0.1), or a function from parameters to an optimizer"
+                "a Task needs optimizer settings such as SGD(lr=0.1), or a function of parameters that makes one"
             )
 
     def with_(self, **changes: Any) -> "Task":
@@ -99,4 +107,6 @@ def first_tensor(batch: Any) -> Tensor:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return leaf
-    raise ShoestringError("the batch holds no tensor with a first dimension: give Task an `items(batch)` function")
+    raise ShoestringError(
+        "the batch holds no tensor with a first dimension: give Task an `items(batch)` function"
+    )

@@ -35,7 +35,7 @@ def format_bytes(size: float, digits: int = 4) -> str:
     ('6.672 MB', '999 B', '404.8 MB')
     """
     for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
-        if abs(size) >= factor:
+        if abs(size) >= factor * (1 - 0.5 * 10**-digits):  # 999,999 B are "1.000 MB", not "1000.0 KB"
             value = size / factor
             decimals = max(0, digits - len(str(int(abs(value)))))
             return f"{value:.{decimals}f} {unit}"

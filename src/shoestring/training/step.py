@@ -1,4 +1,4 @@
-"""One whole training step: microbatches forward and backward, then the update. What is profiled is what runs."""
+"""One training step: microbatches forward and backward, then the update. The profiler traces the same."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +12,7 @@ from ..ledger import Phase
 from ..phases import phase
 from ..task import Task
 
+
 class Stepper:
     """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss."""
 
@@ -19,7 +20,9 @@ class Stepper:
         self.task = task
         parameters = [p for p in task.model.parameters() if p.requires_grad]
         if not parameters:
-            raise ShoestringError("the model has no parameter that requires a gradient: there is nothing to train")
+            raise ShoestringError(
+                "the model has no parameter that requires a gradient: there is nothing to train"
+            )
         self.optimizer = task.optimizer(parameters)
 
     def step(self, batch: Any) -> Tensor:
@@ -59,10 +62,12 @@ class Stepper:
 def check_loss(loss: Any) -> None:
     """Refuses a loss that cannot be trained on, with the reason."""
     if not isinstance(loss, Tensor):
-        raise ShoestringError(f"the loss is {type(loss).__name__}, not a tensor: return the mean loss of the batch")
+        raise ShoestringError(
+            f"the loss is {type(loss).__name__}, not a tensor: return the mean loss of the batch"
+        )
     if loss.numel() != 1:
         raise ShoestringError(f"the loss has shape {tuple(loss.shape)}, not a single number: return its mean")
     if not loss.requires_grad:
         raise ShoestringError(
-            "the loss does not depend on any trainable parameter: check for detach(), no_grad() or a frozen model"
+            "the loss does not depend on any trainable parameter: check for detach() or a frozen model"
         )

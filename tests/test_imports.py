@@ -1,0 +1,104 @@
+"""Who imports whom: what every file imports, read without running it, keeps to ARCHITECTURE.md's table."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "shoestring"
+FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path != SOURCE / "__init__.py"]  # it has every name
+PREDICTING = ("task", "kernels", "models", "training.step", "profiling", "techniques", "planning", "training")
+
+
+@cache
+def table() -> dict[str, str]:
+    """-> {package: what it may import, in the table's words}."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    return dict(re.findall(r"^\| `([\w.]+)` \|[^|]*\| (.*) \|$", text, re.MULTILINE))
+
+
+def allowed(package: str) -> set[str]:
+    """A package -> the packages that it may import; "" stands for the names of `shoestring` itself."""
+    words = table()[package]
+    named = set(re.findall(r"`([\w.]+)`", words))
+    its_own = {row for row in table() if f"{row}.".startswith(f"{package}.")}
+    return (set(table()) - named | {""} if words.startswith("everything") else named) | its_own | {"errors"}
+
+
+def name_of(path: Path) -> str:
+    """src/shoestring/training/step.py -> "training.step"."""
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def package_of(module: str) -> str:
+    """A module -> the row of the table that it falls under: the longest that fits."""
+    return max((row for row in table() if f"{module}.".startswith(f"{row}.")), key=len, default="")
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """A file -> the modules of ours that it imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            found |= {name.removeprefix("shoestring").strip(".") for name in names if is_ours(name)}
+        elif isinstance(node, ast.ImportFrom) and (base := base_of(path, node)) is not None:
+            found |= {as_module(f"{base}.{a.name}".strip("."), base) for a in node.names}
+    return found
+
+
+def base_of(path: Path, node: ast.ImportFrom) -> str | None:
+    """The module of ours that `from ... import` names; None where it is not ours."""
+    if node.level:
+        here = path.relative_to(SOURCE).parts[: -node.level]
+        return ".".join([*here, *filter(None, [node.module])])
+    name = node.module or ""
+    return name.removeprefix("shoestring").strip(".") if is_ours(name) else None
+
+
+def is_ours(name: str) -> bool:
+    return name.split(".")[0] == "shoestring"
+
+
+def as_module(name: str, base: str) -> str:
+    """`from base import x` -> base.x where that is a module, else base."""
+    path = SOURCE.joinpath(*name.split("."))
+    return name if path.is_dir() or path.with_suffix(".py").exists() else base
+
+
+def test_the_table_names_every_package_and_no_other():
+    assert {package_of(name_of(path)) for path in FILES} == set(table())
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_a_file_imports_only_what_its_row_allows(path):
+    assert {package_of(module) for module in imported(path)} <= allowed(package_of(name_of(path)))
+
+
+@pytest.mark.parametrize("package", PREDICTING)
+def test_a_prediction_never_reaches_a_measurement(package):
+    assert "measuring" not in reach(package)
+
+
+def reach(package: str) -> set[str]:
+    """A package -> all packages that its files import, directly or through others."""
+    seen, todo = set(), {package}
+    while todo:
+        seen |= todo
+        files = [path for path in FILES if package_of(name_of(path)) in todo]
+        todo = {package_of(module) for path in files for module in imported(path)} - seen
+    return seen
+
+
+def test_a_rule_that_is_broken_is_seen(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    (tmp_path / "measuring").mkdir()
+    (tmp_path / "profiling").mkdir()
+    path = tmp_path / "profiling" / "trace.py"
+    path.write_text("def f():\n    from ..measuring import measure\n    import shoestring.cli.main\n")
+    assert imported(path) == {"measuring", "cli.main"}
+    assert not {package_of(module) for module in imported(path)} <= allowed("profiling")

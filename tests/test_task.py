@@ -1,0 +1,155 @@
+import pytest
+import torch
+from torch import nn
+
+from shoestring import SGD, Adam, ShoestringError, Task
+from shoestring.ledger import Phase
+from shoestring.phases import listen
+from shoestring.task import first_tensor
+from shoestring.training.step import Stepper
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def make(**changes) -> Task:
+    torch.manual_seed(0)
+    fields = {"model": nn.Linear(4, 2), "loss": loss, "batch": torch.randn(8, 4), "optimizer": SGD(lr=0.1)}
+    return Task(**(fields | changes))
+
+
+def parameters_after(task: Task, batch) -> list[torch.Tensor]:
+    Stepper(task).step(batch)
+    return [p.detach().clone() for p in task.model.parameters()]
+
+
+# -- what a task is made of ----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"model": 3}, "needs an nn.Module, not int"),
+        ({"model": nn.Linear}, "needs an nn.Module, not type"),
+        ({"loss": 0.5}, "needs a loss"),
+        ({"optimizer": 0.1}, "needs optimizer settings"),
+    ],
+)
+def test_a_field_of_the_wrong_kind_is_refused(change, words):
+    with pytest.raises(ShoestringError, match=words):
+        make(**change)
+
+
+def test_a_changed_task_leaves_the_first_as_it_was():
+    task = make()
+    assert task.with_(clip=1.0).clip == 1.0
+    assert task.clip is None
+
+
+def test_items_are_the_first_dimension_of_the_first_tensor_unless_told():
+    assert make().count({"weight": torch.tensor(1.0), "rows": [torch.zeros(5, 3)]}) == 5
+    assert make(items=lambda batch: batch.numel()).count(torch.zeros(5, 3)) == 15
+
+
+def test_a_batch_without_a_dimension_asks_for_items():
+    with pytest.raises(ShoestringError, match=r"items\(batch\)"):
+        first_tensor(("words", torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize(
+    "settings, kind",
+    [
+        (SGD(momentum=0.9, nesterov=True), torch.optim.SGD),
+        (Adam(), torch.optim.Adam),
+        (Adam(decoupled=True), torch.optim.AdamW),
+    ],
+)
+def test_settings_make_the_optimizer_that_they_describe(settings, kind):
+    optimizer = settings(nn.Linear(2, 2).parameters())
+    assert type(optimizer) is kind
+    wanted = {name: value for name, value in vars(settings).items() if name != "decoupled"}
+    assert wanted.items() <= optimizer.defaults.items()
+
+
+# -- the step ------------------------------------------------------------------------------------------------
+def test_a_step_is_what_plain_pytorch_does():
+    task, plain = make(optimizer=SGD(lr=0.1, momentum=0.9)), make()
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.1, momentum=0.9)
+    stepper = Stepper(task)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected = plain.loss(plain.model, plain.batch)
+        expected.backward()
+        optimizer.step()
+        assert stepper.step(task.batch) == expected
+    assert torch.equal(task.model.weight, plain.model.weight)
+
+
+def test_unequal_microbatches_weigh_by_their_items():
+    def whole(**changes):
+        task = make(model=nn.Linear(4, 2).double(), batch=torch.randn(8, 4).double(), **changes)
+        task.model.load_state_dict({k: torch.full_like(v, 0.3) for k, v in task.model.state_dict().items()})
+        return task
+
+    batch = torch.randn(8, 4).double()
+    once = parameters_after(whole(), batch)
+    parts = parameters_after(whole(split=lambda batch: batch.split(3)), batch)  # 3, 3 and 2
+    for a, b in zip(once, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
+
+
+def test_the_gradient_is_clipped_to_its_norm_before_the_update():
+    task = make(clip=1e-3, optimizer=SGD(lr=1.0))
+    before = [p.detach().clone() for p in task.model.parameters()]
+    moved = [a - b for a, b in zip(parameters_after(task, 1e3 * task.batch), before, strict=True)]
+    assert torch.stack([m.norm() for m in moved]).norm().item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_no_gradient_is_left_after_a_step():
+    task = make()
+    Stepper(task).step(task.batch)
+    assert all(p.grad is None for p in task.model.parameters())
+
+
+def test_contexts_are_around_each_pass_outermost_first_and_end_with_it():
+    events = []
+
+    def context(name):
+        class Entered:
+            def __init__(self, model):
+                self.model = model
+
+            def __enter__(self):
+                events.append(f"+{name}")
+
+            def __exit__(self, *error):
+                events.append(f"-{name}")
+
+        return Entered
+
+    task = make(split=lambda batch: batch.split(4), contexts=(context("a"), context("b")))
+    Stepper(task).step(task.batch)
+    assert events == ["+a", "+b", "-b", "-a"] * 2
+
+
+def test_a_listener_hears_the_phases_in_order():
+    heard = []
+    with listen(heard.append):
+        Stepper(make()).step(make().batch)
+    assert [p for p in heard if p != Phase.BUILD] == [Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"loss": lambda model, batch: 3.0}, "the loss is float, not a tensor"),
+        ({"loss": lambda model, batch: model(batch)}, r"the loss has shape \(8, 2\)"),
+        ({"loss": lambda model, batch: batch.sum()}, "does not depend on any trainable parameter"),
+        ({"model": nn.ReLU()}, "no parameter that requires a gradient"),
+        ({"split": lambda batch: []}, "holds no items"),
+        ({"batch": torch.zeros(0, 4)}, "holds no items"),
+    ],
+)
+def test_a_step_that_cannot_train_is_refused_with_the_reason(change, words):
+    task = make(**change)
+    with pytest.raises(ShoestringError, match=words):
+        Stepper(task).step(task.batch)
