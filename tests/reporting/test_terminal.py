@@ -2,6 +2,7 @@ import io
 
 import pytest
 
+from shoestring.ledger import Category, Ledger, Phase
 from shoestring.reporting.terminal import make_console, show_profile
 
 
@@ -62,7 +63,7 @@ def test_the_chart_names_the_phases_and_marks_the_peak(data, ledger):
 
 
 def test_the_flops_tell_recomputation(data):
-    words = "2 GFLOP forward, 4 GFLOP backward, 1 GFLOP recomputed (1.17x in all)"
+    words = "2 G forward, 4 G backward, 1 G recomputed (1.17x in all)"
     assert any(words in line for line in page(data))
 
 
@@ -90,3 +91,10 @@ def test_large_and_small_totals_keep_readable_digits(data):
 def test_layers_without_categories_are_shown_too(data):
     data["by_module"] = [{"module": "only", "bytes": 4 * 10**6}]
     assert any(line.startswith("only") and "4.000" in line for line in page(data))
+
+
+def test_many_microbatches_are_told_by_their_number(data):
+    ledger = Ledger()
+    for phase in (Phase.FORWARD, Phase.BACKWARD) * 7:
+        ledger.death(ledger.birth(1, Category.ACTIVATION, phase=phase))
+    assert any("7 microbatches, then the update" in line for line in page(data, ledger))

@@ -47,3 +47,12 @@ def test_a_ledger_that_holds_only_what_was_built_is_shown_whole():
     ledger.birth(4, Category.MODEL)
     ledger.birth(6, Category.MODEL)
     assert timeline(ledger, 10).totals == [4, 10]
+
+
+def test_microbatches_are_counted_however_few_the_columns():
+    ledger = Ledger()
+    for _ in range(12):
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            ledger.death(ledger.birth(1, Category.ACTIVATION, phase=phase))
+    ledger.birth(1, Category.OPTIMIZER, phase=Phase.UPDATE)
+    assert timeline(ledger, 3).microbatches == 12

@@ -140,6 +140,10 @@ def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: 
 
 def _name_phases(axes: "Axes", steps: Timeline) -> None:
     above = axes.get_xaxis_transform()
+    if steps.microbatches > 1:
+        words = f"{steps.microbatches} microbatches, then the update"
+        axes.text(0.5, 1.02, words, transform=axes.transAxes, ha="center", color=MUTED)
+        return
     for span in steps.spans:
         if span.end - span.first > 0.08 * len(steps.totals):  # wide enough for its name
             axes.axvline(span.first, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0)
@@ -149,19 +153,11 @@ def _name_phases(axes: "Axes", steps: Timeline) -> None:
 
 def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any]) -> None:
     column, size = steps.peak_column, max(steps.totals)
-    words = "\n".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
+    words = " ".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
     on_left = column > 0.6 * len(steps.totals)
-    axes.plot(column, size, "o", color=INK, ms=5, clip_on=False)
-    axes.annotate(
-        words,
-        (column, size),
-        (-22 if on_left else 22, -2),
-        textcoords="offset points",
-        ha="right" if on_left else "left",
-        va="center",
-        weight="bold",
-        arrowprops={"arrowstyle": "-", "color": INK, "lw": 0.8, "shrinkB": 3},
-    )
+    side, shift = ("right", -8) if on_left else ("left", 8)
+    axes.plot(column, size, "o", color=INK, ms=5)
+    axes.annotate(words, (column, size), (shift, 5), textcoords="offset points", ha=side, weight="bold")
 
 
 def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) -> None:
@@ -178,7 +174,7 @@ def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) ->
 
 
 def _memory_axis(axes: "Axes", top: int) -> None:
-    axes.set_ylim(0, top * 1.08)
+    axes.set_ylim(0, top * 1.1)
     axes.yaxis.set_major_formatter(lambda size, _: _round_bytes(size) if size else "0")
     axes.yaxis.grid(True, color=FAINT, lw=0.7)
     axes.set_axisbelow(True)

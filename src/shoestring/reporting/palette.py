@@ -28,7 +28,7 @@ LOOKS = {
     "forward": _FORWARD,
     "activation_gradient": _BACKWARD,
     "backward": _BACKWARD,
-    "workspace": Look("workspace", "#d6d1c6"),
+    "workspace": Look("workspace", "#a9a396"),
 }
 _RANK = {name: place for place, name in enumerate(LOOKS)}
 INK, MUTED, FAINT = "#222222", "#7a7a7a", "#e4e4e4"

@@ -128,15 +128,17 @@ def _chart(ledger: Ledger, page: Page) -> Iterator[Text]:
 
 
 def _ruler(steps: Timeline) -> str:
-    """The names of the phases under their columns, where they have room."""
+    """The names of the phases under their columns, where they have room; with many pieces, their number."""
+    if steps.microbatches > 1:
+        return f"{steps.microbatches} microbatches, then the update"
     rooms = [(f"|{span.phase}", span.end - span.first) for span in steps.spans]
     return "".join((word if len(word) <= room else "|").ljust(room) for word, room in rooms)
 
 
 def _flops(flops: dict[str, float]) -> Text:
-    words = f"{format_flops(flops['forward'])} forward, {format_flops(flops['backward'])} backward"
-    if flops["recompute"]:
-        words += f", {format_flops(flops['recompute'])} recomputed ({flops['ratio']:.2f}x in all)"
+    parts = (("forward", "forward"), ("backward", "backward"), ("recompute", "recomputed"))
+    words = ", ".join(f"{format_flops(flops[key])} {word}" for key, word in parts if flops[key])
+    words = words.replace("FLOP", "") + (f" ({flops['ratio']:.2f}x in all)" if flops["recompute"] else "")
     return Text("FLOPs     ", "bold").append(words, "not bold")
 
 

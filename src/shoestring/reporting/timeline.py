@@ -19,12 +19,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes in each column, by category and in all, with the phases and the column of the peak."""
+    """Live bytes in each column by category and in all, with the phases and the column of the peak."""
 
     parts: dict[str, list[int]]
     totals: list[int]
     spans: list[Span]
     peak_column: int
+    microbatches: int
 
 
 def timeline(ledger: Ledger, most_columns: int, stretch: bool = False) -> Timeline:
@@ -43,6 +44,7 @@ def timeline(ledger: Ledger, most_columns: int, stretch: bool = False) -> Timeli
         totals=shown,
         spans=_spans([phases[time] for time in times]),
         peak_column=max(range(len(shown)), key=shown.__getitem__),
+        microbatches=sum(span.phase == Phase.FORWARD for span in _spans(phases[start:end])),
     )
 
 

@@ -1,0 +1,36 @@
+"""How far a long piece of work is: a bar on a terminal, one line elsewhere, nothing if it is soon done."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import Progress
+
+PATIENCE_SECONDS = 1.0
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """What is being done -> `advance(done, total)`, to be called as it goes on; words go to stderr."""
+    console, start = Console(file=sys.stderr), time.monotonic()
+    bar = Progress(console=console, transient=True)
+    task = bar.add_task(title, total=None)
+    told = False
+
+    def advance(done: int, total: int) -> None:
+        nonlocal told
+        bar.update(task, completed=done, total=total)
+        if told or time.monotonic() - start < PATIENCE_SECONDS:
+            return
+        told = True
+        if console.is_terminal:
+            bar.start()
+        else:
+            print(f"shoestring: {title}", file=sys.stderr)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
