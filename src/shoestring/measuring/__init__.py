@@ -15,6 +15,7 @@ from ..errors import ShoestringError
 from .measurement import Measurement
 
 _HOMES = {
+    "calibrate": "calibration",
     "measure_allocator": "allocator",
     "measure_cuda": "cuda",
     "measure_heap": "heap",
@@ -23,6 +24,7 @@ _HOMES = {
 __all__ = [
     "Measurement",
     "available",
+    "calibrate",
     "measure",
     "measure_allocator",
     "measure_cuda",
@@ -32,6 +34,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .allocator import measure_allocator
+    from .calibration import calibrate
     from .cuda import measure_cuda
     from .heap import measure_heap
     from .process import measure_process

@@ -13,17 +13,23 @@ from ..errors import ShoestringError
 from .measurement import Measurement
 
 _STATUS = Path("/proc/self/status")
+_MEMORY = Path("/proc/meminfo")
 _RESET = Path("/proc/self/clear_refs")  # writing 5 there lowers the peak to what is resident now
 
 
 def rss_bytes() -> int:
     """-> bytes of this process that are in memory now."""
-    return _status("VmRSS")
+    return _kilobytes(_STATUS, "VmRSS")
 
 
 def peak_rss_bytes() -> int:
     """-> the most bytes of this process that were in memory at once, since its start or `reset_peak()`."""
-    return _status("VmHWM")
+    return _kilobytes(_STATUS, "VmHWM")
+
+
+def memory_available_bytes() -> int:
+    """-> bytes of the machine's memory that a process could still take."""
+    return _kilobytes(_MEMORY, "MemAvailable")
 
 
 def reset_peak() -> None:
@@ -48,11 +54,11 @@ def measure_process(run: Callable[[], Any]) -> Measurement:
     return reading
 
 
-def _status(field: str) -> int:
+def _kilobytes(file: Path, field: str) -> int:
     try:
-        match = re.search(rf"^{field}:\s+(\d+) kB", _STATUS.read_text(), re.MULTILINE)
+        match = re.search(rf"^{field}:\s+(\d+) kB", file.read_text(), re.MULTILINE)
     except OSError:
         match = None
     if match is None:
-        raise ShoestringError(f"{_STATUS} does not tell {field}: the process meter works on Linux only")
+        raise ShoestringError(f"{file} does not tell {field}: the process meter works on Linux only")
     return int(match[1]) * 1024
