@@ -1,0 +1,100 @@
+"""Heap peak and time of lean training steps beside plain PyTorch: WRN-28-2 or another built-in model.
+
+    python benchmarks/lean_steps.py --heap                     # each plan in a fresh process under the heap meter
+    python benchmarks/lean_steps.py --time --threads 1 2       # interleaved in one process, medians
+    python benchmarks/lean_steps.py --heap --plan checkpoint=residual-2* microbatch=10
+
+The heap figure is what the process allocates above its state after a warm-up of the same configuration, model building
+included and the batch not: it is in place before.
+"""
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+
+import shoestring
+import shoestring.training.apply
+from shoestring.measuring import measure_heap
+from shoestring.models import materialise
+from shoestring.units import format_bytes
+
+PLANS = (
+    {},
+    {"checkpoint": "no-bn"},
+    {"checkpoint": "residual-1"},
+    {"checkpoint": "residual-1*"},
+    {"checkpoint": "residual-2"},
+    {"checkpoint": "residual-2*"},
+    {"checkpoint": "residual-2*", "microbatch": 10},
+)
+_batches: dict[tuple[str, int], tuple] = {}
+
+
+def steps(model: str, batch: int, plan: dict, count: int = 2) -> shoestring.training.apply.LeanTask:
+    """Builds the model straight into its lean form and runs `count` steps: what the heap meter measures."""
+    task = shoestring.builtin(model, batch=batch, device="meta")
+    # The batch is made in the warm-up and stays: data is not the training's memory.
+    task = task.with_(batch=_batches.setdefault((model, batch), task.batch))
+    lean = build(task, plan)
+    for _ in range(count):
+        lean.step(task.batch)
+    return lean
+
+
+def build(task: shoestring.Task, plan: dict) -> shoestring.training.apply.LeanTask:
+    lean = shoestring.apply(task, shoestring.Plan(**plan))
+    materialise(lean.model)
+    return lean
+
+
+def heap(model: str, batch: int, plan: dict) -> int:
+    return measure_heap(f"{__file__}:steps", [model, batch, plan]).peak_bytes
+
+
+def times(model: str, batch: int, plans: list[dict], repeats: int) -> list[float]:
+    """Median seconds of a step for each plan, their steps interleaved."""
+    task = shoestring.builtin(model, batch=batch)
+    leans = [build(shoestring.builtin(model, batch=batch, device="meta"), plan) for plan in plans]
+    seconds: list[list[float]] = [[] for _ in plans]
+    for repeat in range(repeats + 1):
+        for lean, taken in zip(leans, seconds, strict=True):
+            start = time.perf_counter()
+            lean.step(task.batch)
+            if repeat:
+                taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in seconds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="wrn-28-2")
+    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--heap", action="store_true")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--plan", nargs="+", action="append", help="FIELD=VALUE ..., may be repeated")
+    args = parser.parse_args()
+    plans = [dict(map(parse, plan)) for plan in args.plan] if args.plan else list(PLANS)
+    if args.plan and args.time:
+        plans = [{}, *plans]
+    if args.heap:
+        for plan in plans:
+            print(f"{json.dumps(plan):60} heap peak {format_bytes(heap(args.model, args.batch, plan))}", flush=True)
+    for threads in args.threads if args.time else []:
+        torch.set_num_threads(threads)
+        medians = times(args.model, args.batch, plans, args.repeats)
+        for plan, seconds in zip(plans, medians, strict=True):
+            print(f"{json.dumps(plan):60} {threads} threads {seconds:.3f} s  {seconds / medians[0]:.2f}x", flush=True)
+
+
+def parse(setting: str) -> tuple[str, str | int | float]:
+    name, _, value = setting.partition("=")
+    return name, int(value) if value.isdigit() else value
+
+
+if __name__ == "__main__":
+    main()
