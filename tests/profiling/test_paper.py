@@ -166,6 +166,59 @@ def test_a_users_task_is_counted_with_its_own_batch():
     assert paper_profile(task).to_json() == paper_profile("wrn-10-1", batch=6).to_json()
 
 
+class Block(nn.Module):
+    """A WideResNet's block as people write it: ReLUs in place, the shortcut first, added in place."""
+
+    def __init__(self, c_in: int, c_out: int, stride: int) -> None:
+        super().__init__()
+        self.extra, self.stride = c_out - c_in, stride
+        self.branch = nn.Sequential(
+            *(nn.BatchNorm2d(c_in), nn.ReLU(inplace=True), nn.Conv2d(c_in, c_out, 3, stride, 1, bias=False)),
+            *(nn.BatchNorm2d(c_out), nn.ReLU(inplace=True), nn.Conv2d(c_out, c_out, 3, 1, 1, bias=False)),
+        )
+
+    def forward(self, x):
+        shortcut = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
+        out = self.branch(x)
+        out += shortcut
+        return out
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "no-bn", "every-5", "residual-1", "residual-2*"])
+def test_a_wide_resnet_that_a_user_wrote_has_the_same_counts(checkpoint):
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1, bias=False),
+        nn.Sequential(Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)),
+        *(
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
+        ),
+        nn.LogSoftmax(dim=1),
+    )
+    batch = (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))
+    task = Task(model, lambda model, batch: F.nll_loss(model(batch[0]), batch[1]), batch, SGD(momentum=0.9))
+    theirs, ours = (
+        paper_profile(m, batch=100, nonzero=30, checkpoint=checkpoint) for m in (task, "wrn-10-1")
+    )
+    assert theirs.bytes_by_category == ours.bytes_by_category
+    assert theirs.flops == ours.flops
+
+
+def test_what_does_not_lead_to_the_loss_is_not_counted():
+    task = builtin("wrn-10-1", batch=4)
+
+    def loss_and_more(model, batch):
+        model(batch[0])
+        loss = task.loss(model, batch)
+        model(batch[0]).mean()
+        return loss
+
+    assert paper_profile(task.with_(loss=loss_and_more)).to_json() == paper_profile(task).to_json()
+
+
 def test_a_users_model_with_projections_and_a_relu_after_the_addition_has_its_blocks_found():
     profile = paper_profile("resnet18", batch=10, checkpoint="residual-1")
     assert profile.peak_bytes < paper_profile("resnet18", batch=10).peak_bytes
@@ -252,6 +305,12 @@ def test_residual_strategies_need_residual_blocks():
     assert paper_profile(task, checkpoint="every-2").peak_bytes > 0
     with pytest.raises(ShoestringError, match="no residual blocks"):
         paper_profile(task, checkpoint="residual-1")
+
+
+def test_a_loss_that_depends_on_no_parameter_is_refused():
+    task = builtin("wrn-10-1", batch=2).with_(loss=lambda model, batch: batch[0].mean())
+    with pytest.raises(ShoestringError, match="depends on no parameter"):
+        paper_profile(task)
 
 
 def test_an_optimizer_that_the_rules_do_not_know_is_refused():

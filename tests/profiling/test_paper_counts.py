@@ -140,7 +140,7 @@ class Counter:
 
 
 STRATEGIES = (
-    *("none", "no-bn", "every-1", "every-2", "every-4", "every-7", "every-10", "every-23"),
+    *("none", "no-bn", "every-1", "every-2", "every-4", "every-7", "every-10", "every-23", "every-999"),
     *("residual-1", "residual-2", "residual-3", "residual-4", "residual-5", "residual-99"),
     *("residual-1*", "residual-2*", "residual-3*", "residual-4*", "residual-5*", "residual-99*"),
 )

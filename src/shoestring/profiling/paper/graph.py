@@ -1,9 +1,10 @@
 """The graph that the paper's rules are applied to: operations in forward order and what each needs again."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Node:
         return Kept(place, "output", self.elements, self.bits)
 
 
+def modules_around(path: str) -> Iterator[str]:
+    """The paths of a module and those that it is part of: "a.b" -> "a", "a.b"."""
+    return accumulate(path.split("."), "{}.{}".format)
+
+
 @dataclass(frozen=True)
 class Graph:
     """Nodes in forward order, first the tensors of the batch, and the number of items in the traced batch."""
@@ -79,11 +85,13 @@ class Graph:
         A block is an element of a list of modules with an addition that joins two ways from one value; an
         addition outside any list ends a block of its own.
         """
-        last = {node.block: place for place, node in enumerate(self.nodes) if node.block}
+        last = {
+            module: place for place, node in enumerate(self.nodes) for module in modules_around(node.path)
+        }
         blocks: dict[int, int] = {}  # last node -> input
         for place, node in enumerate(self.nodes):
-            if node.shares_gradient and (fork := self._fork(node.inputs)) is not None:
-                blocks.setdefault(last.get(node.block, place), fork)
+            if node.shares_gradient and node.elements and (fork := self._fork(node.inputs)) is not None:
+                blocks.setdefault(last[node.block] if node.block else place, fork)
         return tuple((fork, end) for end, fork in blocks.items())
 
     def _fork(self, ends: tuple[int, ...]) -> int | None:

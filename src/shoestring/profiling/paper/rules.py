@@ -53,17 +53,22 @@ class Call:
     def node(
         self, operation: str, needs: tuple[Kept, ...] = (), forward: int = 0, backward: int = 0, **fields: Any
     ) -> Node:
-        """The node of this call; `forward` and `backward` are FLOPs."""
+        """The node of this call; `forward` and `backward` are FLOPs.
+
+        Without a parameter, or an input that comes from one, there is no gradient and nothing to need.
+        """
+        differentiable = bool(self.parameters) or any(node.differentiable for _, node in self.inputs)
         return Node(
             path=self.path,
             block=self.block,
             operation=operation,
             inputs=tuple(place for place, _ in self.inputs),
             elements=self.size if self.output.dim() else 0,  # the loss itself has no size to speak of
-            needs=needs,
+            needs=needs if differentiable else (),
             parameters=self.parameters,
             forward_flops=forward,
-            backward_flops=backward,
+            backward_flops=backward if differentiable else 0,
+            differentiable=differentiable,
             **{"again_flops": forward} | fields,
         )
 
@@ -135,6 +140,16 @@ def attention(call: Call) -> Node:
     return call.node("attention", tuple(needs), products + 6 * weights, 2 * products + 6 * weights)
 
 
+def log_softmax(call: Call) -> Node:
+    """Log-softmax needs its output."""
+    return call.node("log_softmax", (call.own("output", call.size),), 4 * call.size, 3 * call.size)
+
+
+def nll_loss(call: Call) -> Node:
+    """The mean of the labels' log-probabilities needs nothing."""
+    return replace(call, inputs=call.inputs[:1]).node("loss")
+
+
 def add(call: Call) -> Node:
     return call.node("add", forward=call.size, shares_gradient=True)
 
@@ -162,6 +177,7 @@ def cross_entropy(call: Call) -> Node | tuple[Node, Node]:
     There fairseq's criterion still held the scores while the log-softmax and its gradient were there: three
     tensors of the vocabulary's size.
     """
+    call = replace(call, inputs=call.inputs[:1])  # labels are not counted
     scores = call.inputs[0][1].elements
     log_softmax = call.own("log_softmax", scores)
     if not call.argument(7, "label_smoothing", 0.0):
@@ -184,8 +200,10 @@ RULES: dict[Callable, Rule] = {
     F.dropout: dropout,
     F.scaled_dot_product_attention: attention,
     F.cross_entropy: cross_entropy,
+    F.nll_loss: nll_loss,
     **a_rule_for(relu, F.relu, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_),
     **a_rule_for(softmax, F.softmax, torch.softmax, Tensor.softmax),
+    **a_rule_for(log_softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
     **a_rule_for(matrix_product, torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__),
     **a_rule_for(add, torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__),
     **a_rule_for(multiply, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),

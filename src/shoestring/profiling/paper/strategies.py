@@ -49,7 +49,7 @@ class Schedule:
 
 def schedule(graph: Graph, strategy: str) -> Schedule:
     """A strategy by name -> its schedule on `graph`."""
-    match = re.fullmatch(r"(none|no-bn)|(every-|residual-)([1-9]\d{0,8})(\*?)", strategy)
+    match = re.fullmatch(r"(none|no-bn)|(every-|residual-)([1-9]\d{0,8})(\*?)", str(strategy))
     if match and match[1]:
         return SIMPLE[match[1]](graph)
     if match and match[2] + match[4] in COUNTED:

@@ -77,10 +77,11 @@ def gradients(graph: Graph) -> list[Stay]:
         if (tensor := waiting.pop(place, None)) is None:
             continue
         node = graph.nodes[place]
-        for earlier in node.inputs:
-            if node.shares_gradient and earlier not in waiting:
+        for earlier in (place for place in node.inputs if graph.nodes[place].differentiable):
+            same_size = graph.nodes[earlier].elements == node.elements
+            if node.shares_gradient and same_size and earlier not in waiting:
                 waiting[earlier] = tensor
-            elif graph.nodes[earlier].differentiable:
+            else:
                 make(earlier, place - 1)
     return [Stay(tensors[number], since[number], last) for number, last in until.items()]
 
@@ -95,5 +96,5 @@ def count_flops(graph: Graph, plan: Schedule, items: int) -> dict[str, float]:
     nodes_again = (graph.nodes[place] for place in plan.again)
     again = sum(node.again_flops if plan.saves_statistics else node.forward_flops for node in nodes_again)
     flops = {"forward": forward, "backward": backward, "recompute": again}
-    scaled = {name: count * items / graph.items for name, count in flops.items()}
+    scaled = {name: round(count * items / graph.items) for name, count in flops.items()}
     return scaled | {"ratio": (forward + backward + again) / (forward + backward)}

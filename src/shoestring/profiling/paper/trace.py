@@ -19,7 +19,7 @@ from .rules import RULES, Call, Rule
 
 
 def trace(task: Task) -> Graph:
-    """The loss of `task` on its batch -> its graph."""
+    """The loss of `task` on its batch -> its graph, which the loss is the last node of."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, torch.device("cpu"))
     with faked(task.model, faker), mode, torch.no_grad(), paths_of(task.model) as paths:
@@ -27,8 +27,11 @@ def trace(task: Task) -> Graph:
         recorder = Recorder(task.model, paths)
         recorder.add_batch(batch)
         with recorder:
-            task.loss(task.model, batch)
-    return Graph(in_order(recorder.nodes), task.count(task.batch))
+            loss = task.loss(task.model, batch)
+    last = recorder.made_by.get(id(loss), 0)
+    if not recorder.nodes[last].differentiable:
+        raise ShoestringError("the loss depends on no parameter of the model: return the loss of its output")
+    return Graph(in_order(recorder.nodes, leading_to(recorder.nodes, last)), task.count(task.batch))
 
 
 class Recorder(TorchFunctionMode):
@@ -116,8 +119,19 @@ def paths_of(model: nn.Module) -> Iterator[list[str]]:
             handle.remove()
 
 
-def in_order(nodes: list[Node]) -> tuple[Node, ...]:
-    """The nodes with each that only moves elements put right after its input.
+def leading_to(nodes: list[Node], last: int) -> set[int]:
+    """The places of the batch, and of the nodes that the one at `last` comes from."""
+    places, waiting = {place for place, node in enumerate(nodes) if not node.inputs}, [last]
+    while waiting:
+        place = waiting.pop()
+        if place not in places:
+            places.add(place)
+            waiting += nodes[place].inputs
+    return places
+
+
+def in_order(nodes: list[Node], places: set[int]) -> tuple[Node, ...]:
+    """The nodes at `places`, each that only moves elements right after its input.
 
     So the backward pass of a shortcut comes last in its block: until then its gradient is that of the block's
     output, the same tensor.
@@ -125,7 +139,7 @@ def in_order(nodes: list[Node]) -> tuple[Node, ...]:
     keys: list[tuple[int, ...]] = []
     for place, node in enumerate(nodes):
         keys.append((*keys[max(node.inputs)], place) if node.moves else (place,))
-    order = sorted(range(len(nodes)), key=keys.__getitem__)
+    order = sorted(places, key=keys.__getitem__)
     new = {old: place for place, old in enumerate(order)}
     return tuple(renumbered(nodes[old], new) for old in order)
 
