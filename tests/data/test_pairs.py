@@ -9,9 +9,9 @@ import torch
 from shoestring.data import open_pairs, token_batches
 from shoestring.data.files import Rows, read_checked, write_checked
 from shoestring.data.language import sentence_pairs
-from shoestring.data.vocabulary import PARTS, Vocabulary, encode
+from shoestring.data.vocabulary import BOS, EOS, PAD, PARTS, SPECIAL_IDS, UNKNOWN, Vocabulary, encode
 from shoestring.errors import ShoestringError
-from shoestring.models.dynamicconv import EOS, PAD, UNKNOWN
+from shoestring.models import dynamicconv
 from shoestring.models.translation import count_target_tokens, shift_right
 
 
@@ -57,6 +57,11 @@ def test_no_test_sentence_of_the_embedded_language_is_trained_on(little):
 
 
 # Vocabularies
+
+
+def test_the_special_ids_are_those_of_the_transformer():
+    theirs = dynamicconv.BOS, dynamicconv.PAD, dynamicconv.EOS, dynamicconv.UNKNOWN, dynamicconv.SPECIAL_IDS
+    assert theirs == (BOS, PAD, EOS, UNKNOWN, SPECIAL_IDS)
 
 
 def test_ids_become_the_text_again(little):

@@ -22,7 +22,10 @@ _TEST_NAMES = ("val", "validation", "test")
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """Images of `size` x `size` from one folder a class. The names lie in a mapped file, not in memory."""
+    """Images of `size` x `size` from one folder a class. The names lie in a mapped file, not in memory.
+
+    Besides the batch, a read takes the memory of one decoded image for each of torch's threads.
+    """
 
     folder: Path
     classes: tuple[str, ...]
