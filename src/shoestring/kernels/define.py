@@ -3,18 +3,27 @@
     define("pack_bits(Tensor mask) -> Tensor", twin=..., fake=..., compiled=...)
 
 makes `torch.ops.shoestring.pack_bits`. On the CPU it runs `compiled` where the core is loaded, elsewhere the
-twin; there is no other fallback. `fake` allocates what the op allocates, its scratch included: scratch that is
-made and dropped in the fake is what the profiler counts. Gradients are given by autograd functions around ops.
+twin; there is no other fallback. `fake` allocates what the op allocates, its scratch included: what it drops before
+it returns is the op's scratch, and `scratch_of` tells it to the profiler. Gradients are given by autograd functions
+around ops.
 """
 
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ledger import Category, Ledger
 from . import core
 
 _library = torch.library.Library("shoestring", "DEF")
+_scratch: ContextVar[list[int] | None] = ContextVar("scratch", default=None)
 
 
 def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -> Any:
@@ -24,5 +33,60 @@ def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -
     _library.impl(name, twin, "CompositeExplicitAutograd")
     if core.core is not None:
         _library.impl(name, compiled, "CPU")
-    torch.library.register_fake(f"shoestring::{name}", fake, lib=_library)
+    torch.library.register_fake(f"shoestring::{name}", _telling_scratch(fake), lib=_library)
     return getattr(torch.ops.shoestring, name).default
+
+
+def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:
+    """A call of one of our ops on fake tensors -> its result, and the most bytes that it needs besides."""
+    told: list[int] = []
+    token = _scratch.set(told)
+    try:
+        return call(), max(told, default=0)
+    finally:
+        _scratch.reset(token)
+
+
+def _telling_scratch(fake: Callable) -> Callable:
+    @wraps(fake)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        told = _scratch.get()
+        if told is None:
+            return fake(*args, **kwargs)
+        with _Watch() as watch:
+            result = fake(*args, **kwargs)
+        told.append(watch.scratch_bytes(result))
+        return result
+
+    return watched
+
+
+class _Watch(TorchDispatchMode):
+    """Writes down the storages that are born and die while a fake runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger = Ledger()
+        self.numbers: dict[int, int] = {}
+        self.watches: list[weakref.ref] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage._cdata not in known and storage._cdata not in self.numbers:
+                key = storage._cdata
+                self.numbers[key] = self.ledger.birth(storage.nbytes(), Category.WORKSPACE)
+                self.watches.append(weakref.ref(storage, lambda _, key=key: self._death(key)))
+        return out
+
+    def _death(self, key: int) -> None:
+        self.ledger.death(self.numbers.pop(key))
+
+    def scratch_bytes(self, result: Any) -> int:
+        """The peak of all that is not part of the result."""
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and (number := self.numbers.get(tensor.untyped_storage()._cdata)) is not None:
+                self.ledger.entries[number].bytes = 0
+        return self.ledger.peak().bytes

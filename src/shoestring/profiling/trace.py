@@ -1,5 +1,6 @@
 """The tracer: follows every storage of a training step from its birth to its death and writes the ledger."""
 
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..kernels.define import scratch_of
 from ..ledger import Category, Ledger, Phase
 from ..signature import Signature, signature_of
 from .flops import flops_of
@@ -52,8 +54,10 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         phase = self._current_phase()
         module = self._current_module(phase)
+        if func is torch.ops.aten.add.Tensor and phase == Phase.BACKWARD and _engine_adds_in_place(args[0]):
+            func = torch.ops.aten.add_.Tensor
         try:
-            out = func(*args, **kwargs)
+            out, scratch = self._call(func, args, kwargs)
         except DataDependentOutputException:
             self.unseen["a value that depends on the data was read (.item() or a branch): 1 was assumed"] = None
             return 1
@@ -61,15 +65,20 @@ class Tracer(TorchDispatchMode):
             self.watch(tensor, Category.INPUT, "", "made outside the step", Phase.BUILD)
         for tensor in _tensors(out):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
-        self._operator(func, args, kwargs, out, module, phase)
+        self.flops[phase] += flops_of(func, args, kwargs, out)
+        if scratch:
+            self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
         return out
 
-    def _operator(self, func: Any, args: tuple, kwargs: dict, out: Any, module: str, phase: Phase) -> None:
-        self.flops[phase] += flops_of(func, args, kwargs, out)
+    def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, int]:
+        """Runs the operator -> its result, and the bytes that it needs inside itself as far as they are known."""
+        if func.namespace == "shoestring":
+            return scratch_of(lambda: func(*args, **kwargs))
+        if func.namespace == "profiler":
+            return func(*args, **kwargs), 0
         signature = signature_of(func, args, kwargs)
         self.signatures[signature] = None
-        if scratch := self.workspace.get(str(signature)):
-            self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
+        return func(*args, **kwargs), self.workspace.get(str(signature)) or 0
 
     def watch(self, tensor: Tensor, category: Category, module: str, operation: str, phase: Phase) -> None:
         """Writes the tensor's storage down if it is new, or if it changed its size."""
@@ -145,6 +154,17 @@ class Tracer(TorchDispatchMode):
                 self.claim(parameter.grad, Category.GRADIENT, home)
 
         return claim
+
+
+def _engine_adds_in_place(gradient: Tensor) -> bool:
+    """Whether the autograd engine would add a second gradient into this one, as it does for a real tensor.
+
+    It does where it holds the last reference. For fake tensors it never does, so the trace does it in its place.
+    The counts are those of a tensor that only the engine holds, seen from a dispatch mode that the engine called.
+    """
+    caller = sys._getframe(2).f_code.co_name
+    held = gradient._use_count(), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
+    return caller == "_engine_run_backward" and held == (4, 2) and gradient.layout == torch.strided
 
 
 def _tensors(tree: Any) -> list[Tensor]:

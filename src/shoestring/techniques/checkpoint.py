@@ -111,7 +111,7 @@ class _Region:
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         if self.frame is None or index == 0:
             self.frame = Frame(" + ".join(self.names), self.run.running)
-        if index and not self.frame.continues(args):
+        if index and not (args and self.frame.place(args[0])):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
                 "region: use residual-1, or name the blocks that follow each other"

@@ -1,15 +1,15 @@
 """A checkpointed region: it keeps its inputs, and runs again when the backward pass asks for what it saved.
 
-A region is a chain of calls, each of which takes what the one before it returned. While it runs forward, every tensor
-that an operation saves becomes a ticket (region, number). The first ticket that is taken back runs the chain again,
-under the random state of the first run; tensors are collected in the order of their numbers, and the run is cut short
-when the last one is there, so that nothing is computed that nobody asked for.
+A region is a list of calls; an argument of a call is what an earlier call made, or comes from outside and is kept.
+While the region runs forward, every tensor that an operation saves becomes a ticket (region, number). The first ticket
+that is taken back runs the calls again, under the random state of the first run; tensors are collected in the order of
+their numbers, and the run is cut short when the last one is there: nothing is computed that nobody asked for.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,23 +42,15 @@ class Ticket:
         return frame.take(self.number)
 
 
-class _Call:
-    """One call of the chain and what is kept of its arguments; `chained` means the first comes from the call before."""
+class _Place(NamedTuple):
+    """The `leaf`-th tensor that the `call`-th call made."""
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict, chained: bool) -> None:
-        self.function = function
-        self.chained = chained
-        leaves, self.spec = pytree.tree_flatten((args[1:] if chained else args, kwargs))
-        self.leaves = [_Argument(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def again(self, previous: Any) -> Any:
-        leaves = [leaf.take() if isinstance(leaf, _Argument) else leaf for leaf in self.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.function(previous, *args, **kwargs) if self.chained else self.function(*args, **kwargs)
+    call: int
+    leaf: int
 
 
 class _Argument:
-    """A tensor argument: kept by the keeper outside the region, and given back as a leaf of a new graph."""
+    """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.requires_grad = tensor.requires_grad
@@ -68,6 +60,15 @@ class _Argument:
         return self.kept.take().detach().requires_grad_(self.requires_grad)
 
 
+class _Call(NamedTuple):
+    """A call of the region: the function, its arguments as places, kept tensors and plain values, and its state."""
+
+    function: Callable
+    leaves: list[Any]
+    spec: Any
+    state: "_State"
+
+
 class Frame:
     """A region of the forward pass. `name` is for error messages; `running` is the context that a second run needs."""
 
@@ -75,30 +76,43 @@ class Frame:
         self.name = name
         self.running = running
         self.calls: list[_Call] = []
-        self.shapes: list[tuple] = []  # of the saved tensors, in order
-        self.states: list[_State] = []  # random and autocast state before each call
+        self.saved: list[tuple] = []  # shape and type of the saved tensors, in order
+        self.print: Tensor | None = None  # a few values of the last one
         self.store: dict[int, Kept] | None = None
-        self._output: weakref.ref | None = None  # of the last call; a strong reference would keep the map alive
+        self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
 
+    # -- the first run ------------------------------------------------------------------------------------------
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs `function` as the next call of the chain, keeping nothing of what it saves."""
-        chained = self.continues(args)
-        self.calls.append(_Call(function, args, kwargs, chained))
-        self.states.append(_State())
+        """Runs `function` as the next call of the region, keeping nothing of what it saves."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        written = [self._write_down(leaf) for leaf in leaves]
+        del leaves
+        state = _State()
         with keeping(self._ticket):
             output = function(*args, **kwargs)
-        self.states[-1].forget_if_unused()
-        self._output = weakref.ref(output) if isinstance(output, Tensor) else None
+        state.forget_if_unused()
+        for number, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
+        self.calls.append(_Call(function, written, spec, state))
         return output
 
-    def continues(self, args: tuple) -> bool:
-        """Whether a call with these arguments takes what the last call returned."""
-        return self._output is not None and bool(args) and args[0] is self._output()
+    def place(self, leaf: Any) -> _Place | None:
+        """Which call of this region made the tensor, if one did."""
+        made, place = self._made.get(id(leaf), (None, None))
+        return place if made is not None and made() is leaf else None
+
+    def _write_down(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
+            return leaf
+        return self.place(leaf) or _Argument(leaf)
 
     def _ticket(self, tensor: Tensor) -> Ticket:
-        self.shapes.append((tensor.shape, tensor.dtype))
-        return Ticket(self, len(self.shapes) - 1)
+        self.saved.append((tensor.shape, tensor.dtype))
+        self.print = _fingerprint(tensor)
+        return Ticket(self, len(self.saved) - 1)
 
+    # -- the second run -----------------------------------------------------------------------------------------
     def take(self, number: int) -> Tensor:
         """The `number`-th saved tensor, made again if need be."""
         if self.store is None:
@@ -111,31 +125,45 @@ class Frame:
     def _run_again(self) -> None:
         self.store = {}
         calls, self.calls = self.calls, []
+        self._made.clear()
+        last = {leaf: number for number, call in enumerate(calls) for leaf in call.leaves if isinstance(leaf, _Place)}
+        made: dict[_Place, Any] = {}
         with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), keeping(self._collect):
-            output = None
             try:
-                for call, state in zip(calls, self.states, strict=True):
-                    with state.restored():
-                        output = call.again(output)
+                for number, call in enumerate(calls):
+                    made |= self._call_again(number, call, made)
+                    made = {place: tensor for place, tensor in made.items() if last.get(place, -1) > number}
             except _Complete:
                 return
-        self._missing()
+        raise ShoestringError(self._different(f"{len(self.store)} tensors in place of {len(self.saved)}"))
+
+    def _call_again(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
+        leaves = [
+            made[leaf] if isinstance(leaf, _Place) else leaf.take() if isinstance(leaf, _Argument) else leaf
+            for leaf in call.leaves
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        del leaves
+        with call.state.restored():
+            output = call.function(*args, **kwargs)
+        return {_Place(number, place): leaf for place, leaf in enumerate(pytree.tree_leaves(output))}
 
     def _collect(self, tensor: Tensor) -> Kept:
         assert self.store is not None
         number = len(self.store)
-        if number >= len(self.shapes) or self.shapes[number] != (tensor.shape, tensor.dtype):
-            wanted = self.shapes[number][0] if number < len(self.shapes) else "nothing"
-            raise ShoestringError(self._different(f"{tuple(tensor.shape)} in place of {tuple(wanted)}"))
+        if number >= len(self.saved) or self.saved[number] != (tensor.shape, tensor.dtype):
+            wanted = tuple(self.saved[number][0]) if number < len(self.saved) else "nothing"
+            raise ShoestringError(self._different(f"{tuple(tensor.shape)} in place of {wanted}"))
         self.store[number] = Whole(tensor.detach())
-        if len(self.store) == len(self.shapes):
+        if len(self.store) == len(self.saved):
+            self._compare(tensor)
             raise _Complete
-        return _Nothing()
+        return _NOTHING
 
-    def _missing(self) -> None:
-        assert self.store is not None
-        if len(self.store) < len(self.shapes):
-            raise ShoestringError(self._different(f"{len(self.store)} tensors in place of {len(self.shapes)}"))
+    def _compare(self, tensor: Tensor) -> None:
+        now = _fingerprint(tensor)
+        if self.print is not None and now is not None and not torch.equal(self.print, now):
+            raise ShoestringError(self._different("other values"))
 
     def _different(self, what: str) -> str:
         return (
@@ -149,6 +177,17 @@ class _Nothing:
 
     def take(self) -> Tensor:
         raise ShoestringError(SECOND_BACKWARD)
+
+
+_NOTHING = _Nothing()
+
+
+def _fingerprint(tensor: Tensor) -> Tensor | None:
+    """16 values spread over a tensor, as bytes (so that NaN equals NaN); None where there are no values."""
+    if active_fake_mode() or tensor.numel() == 0:
+        return None
+    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)]
+    return flat[:: max(1, flat.numel() // 16)].contiguous().view(torch.uint8)
 
 
 class _State:
@@ -165,7 +204,7 @@ class _State:
             self.random = None
 
     @contextmanager
-    def restored(self):
+    def restored(self) -> Iterator[None]:
         enabled, dtype = self.autocast
         with torch.autocast("cpu", dtype=dtype, enabled=enabled), torch.random.fork_rng([], self.random is not None):
             if self.random is not None:
