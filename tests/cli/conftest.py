@@ -36,8 +36,15 @@ class Answer:
         return self.err.removeprefix("shoestring: ").strip()
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory):
+    """A cache folder of the tests' own: what is on the machine neither helps nor is touched."""
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture
-def shoestring(capfd, monkeypatch):
+def shoestring(capfd, monkeypatch, cache):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(sys, "path", list(sys.path))  # a user's folder stays on the path of one test only
     monkeypatch.delenv("SHOESTRING_TRACEBACK", raising=False)
 

@@ -1,6 +1,7 @@
 """MODEL as users write it: what can be wrong with it is told in one line, with exit code 2."""
 
 import json
+import operator
 
 import pytest
 
@@ -14,7 +15,7 @@ def refused(shoestring, *arguments) -> str:
 
 
 def profiled(shoestring, *arguments) -> dict:
-    answer = shoestring("profile", *arguments, "--json")
+    answer = shoestring("profile", *arguments, "--json", "--no-calibrate")
     assert answer.code == 0, answer
     return json.loads(answer.out)
 
@@ -40,7 +41,8 @@ def test_a_file_may_import_its_neighbour(shoestring, user, tmp_path):
 
 def test_what_the_users_code_prints_does_not_spoil_the_data(shoestring, user):
     lines = "print('loading')\ndef noisy(model, batch):\n    print('step')\n    return loss(model, batch)\n"
-    answer = shoestring("profile", user(lines + "def task(): return make(loss=noisy)"), "--json")
+    lines += "def task(): return make(loss=noisy)\n"
+    answer = shoestring("profile", user(lines), "--json", "--no-calibrate")
     assert json.loads(answer.out)["rules"] == "real"
     assert "loading" in answer.err and "step" in answer.err
 
@@ -97,6 +99,17 @@ def test_a_function_that_raises_is_told_with_its_message_and_line(shoestring, us
     lines = "def task():\n    raise ValueError('no data here\\nsecond line')\n"
     complaint = refused(shoestring, user(lines))
     assert complaint.endswith("raised ValueError: no data here (line 2 of mine.py)")
+
+
+def test_an_error_deep_in_a_library_is_told_with_the_users_line(shoestring, user):
+    lines = "def task():\n    import json\n    return json.loads('{')\n"
+    assert "(line 3 of mine.py)" in refused(shoestring, user(lines))
+
+
+def test_an_error_of_our_own_is_not_blamed_on_the_user(shoestring, user, monkeypatch):
+    monkeypatch.setattr("shoestring.profiling.profile", operator.itemgetter("a bug"))
+    answer = shoestring("profile", user(GOOD), "--no-calibrate")
+    assert answer.code == 1 and "unexpected TypeError" in answer.complaint
 
 
 def test_a_file_that_exits_is_told(shoestring, user):

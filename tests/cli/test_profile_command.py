@@ -1,14 +1,22 @@
 import json
 
 import pytest
+import torch
 
 from shoestring.ledger import Ledger
 
-WRN = ("profile", "wrn-10-1", "--batch", 4)
+WRN = ("profile", "wrn-10-1", "--batch", 4, "--no-calibrate")
+PAPER = ("profile", "wrn-28-2", "--rules", "paper", "--batch", 100)
+
+
+def answer_of(shoestring, *arguments) -> dict:
+    answer = shoestring(*arguments, "--json")
+    assert answer.code == 0, answer
+    return json.loads(answer.out)
 
 
 def test_the_json_has_the_promised_shape(shoestring):
-    data = json.loads(shoestring(*WRN, "--json").out)
+    data = answer_of(shoestring, *WRN)
     assert data["rules"] == "real" and data["task"] == "wrn-10-1" and data["settings"] == {"batch": 4}
     assert set(data["bytes"]) == {"model", "optimizer", "activations", "workspace", "total"}
     assert set(data["flops"]) == {"forward", "backward", "recompute", "ratio"}
@@ -18,7 +26,7 @@ def test_the_json_has_the_promised_shape(shoestring):
 
 
 def test_the_page_tells_what_the_json_tells(shoestring):
-    data = json.loads(shoestring(*WRN, "--json").out)
+    data = answer_of(shoestring, *WRN)
     page = shoestring(*WRN).out
     assert f"{data['bytes']['total'] / 1e6:.3f}" in page
     assert all(row["module"][-20:] in page for row in data["by_module"][:10] if row["module"])
@@ -30,6 +38,51 @@ def test_the_page_fits_eighty_columns_and_a_screen(shoestring, monkeypatch):
     assert len(lines) <= 45
     assert max(map(len, lines)) <= 80
     assert not any(line.endswith(" ") for line in lines)
+
+
+def test_an_uncalibrated_workspace_is_unknown_and_not_nothing(shoestring):
+    assert answer_of(shoestring, *WRN)["bytes"]["workspace"] is None
+    lines = shoestring(*WRN).out.splitlines()
+    assert any(line.startswith("workspace") and "unknown" in line for line in lines)
+
+
+def test_a_calibrated_workspace_is_a_number_and_part_of_the_peak(shoestring):
+    data = answer_of(shoestring, "profile", "wrn-10-1", "--batch", 4)
+    assert data["bytes"]["workspace"] == data["by_category"]["workspace"] >= 0
+    assert data["bytes"]["total"] == sum(data["by_category"].values())
+    assert data["peak"]["bytes"] >= answer_of(shoestring, *WRN)["peak"]["bytes"]
+
+
+def test_the_threads_asked_for_are_those_that_calibrate(shoestring):
+    before = torch.get_num_threads()
+    try:
+        assert shoestring(*WRN, "--threads", 1).code == 0
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_techniques_are_applied_and_told(shoestring):
+    plain = answer_of(shoestring, *WRN)
+    lean = answer_of(shoestring, *WRN, "--microbatch", 1, "--checkpoint", "residual-1")
+    assert lean["settings"] == {"batch": 4, "checkpoint": "residual-1", "microbatch": 1}
+    assert lean["bytes"]["activations"] < plain["bytes"]["activations"] / 2
+    assert lean["flops"]["recompute"] > 0
+
+
+def test_the_papers_rules_give_the_papers_total(shoestring):
+    baseline = answer_of(shoestring, *PAPER)
+    assert baseline["rules"] == "paper"
+    assert round(baseline["bytes"]["total"] / 1e6, 1) == 404.8
+    lean = ("--nonzero", 30, "--microbatch", 10, "--precision", "fp16", "--checkpoint", "residual-2*")
+    assert round(answer_of(shoestring, *PAPER, *lean)["bytes"]["total"] / 1e6, 1) == 6.7
+
+
+def test_the_papers_rules_have_a_page_and_a_figure_too(shoestring, tmp_path):
+    pytest.importorskip("matplotlib")
+    answer = shoestring(*PAPER, "--figure", tmp_path / "out.svg")
+    assert "404.802" in answer.out and "paper rules" in answer.out
+    assert (tmp_path / "out.svg").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
@@ -60,6 +113,15 @@ def test_the_ledger_is_written_and_gives_the_peak_again(shoestring, tmp_path):
         (("--figure", "out.doc"), "--figure: 'out.doc' must end in .svg or .png"),
         (("--figure", "no/such/folder/out.svg"), "there is no folder 'no/such/folder'"),
         (("--ledger", "out.txt"), "must end in .json"),
+        (("--threads", "0"), "--threads: 0 is out of range"),
+        (("--rules", "mine"), "--rules: invalid choice: 'mine'"),
+        (("--checkpoint", "residual"), "there is no checkpoint strategy 'residual'"),
+        (("--microbatch", "1000"), "microbatch of 1000"),
+        (("--nonzero", "0"), "--nonzero: 0 is out of range"),
+        (("--nonzero", "many"), "--nonzero: 'many' is not a percentage"),
+        (("--precision", "fp8"), "--precision: invalid choice: 'fp8'"),
+        (("--rules", "paper", "--checkpoint", "residual-0"), "residual-0"),
+        (("--rules", "paper", "--microbatch", "1000"), "microbatch 1000 is out of range"),
     ],
 )
 def test_a_wrong_argument_is_told_in_one_line(shoestring, arguments, words):

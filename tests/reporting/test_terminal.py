@@ -73,7 +73,7 @@ def test_what_was_not_seen_is_told_in_full(data):
 
 def test_plain_output_has_no_escape_codes_and_ascii_is_enough(data, ledger):
     assert "\x1b" not in "\n".join(page(data, ledger))
-    assert page(data, ledger, encoding="ascii")[0] == "two-layers - batch 8 - real rules"
+    assert page(data, ledger, encoding="ascii")[0] == "two-layers - real rules - batch 8"
 
 
 def test_names_of_layers_are_no_markup(data):

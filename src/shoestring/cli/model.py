@@ -1,5 +1,6 @@
 """MODEL on the command line -> a Task: a built-in name, `file.py:function` or `package.module:function`."""
 
+import argparse
 import importlib
 import importlib.util
 import inspect
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
+from .options import whole_number
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -19,9 +21,21 @@ if TYPE_CHECKING:
 HELP = "a built-in model such as wrn-28-2, or file.py:function or package.module:function that returns a Task"
 
 
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL and its size, for every command that takes them."""
+    parser.add_argument("model", metavar="MODEL", help=HELP)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help="examples in a batch")
+    size.add_argument("--tokens", type=whole_number(1, 10**9), metavar="N", help="tokens in a batch")
+
+
+def is_builtin(text: str) -> bool:
+    return ":" not in text and not text.endswith(".py")
+
+
 def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
     """MODEL, the sizes asked for (batch or tokens) and the device of a built-in model -> the Task."""
-    if ":" not in text and not text.endswith(".py"):
+    if is_builtin(text):
         from ..models import builtin
 
         return builtin(text, device=device, **sizes)
@@ -45,8 +59,7 @@ def users_code(text: str) -> Iterator[None]:
         where = f"line {error.lineno} of {Path(error.filename or text).name}"
         raise ShoestringError(f"{text!r} is not valid Python: {error.msg} in {where}") from error
     except (Exception, SystemExit) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        theirs = [frame for frame in frames if not _NOT_THEIRS & set(Path(frame.filename).parts)]
+        theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         if not theirs:
             raise
         told = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
@@ -54,7 +67,11 @@ def users_code(text: str) -> Iterator[None]:
         raise ShoestringError(f"{text!r} raised {told} ({where})") from error
 
 
-_NOT_THEIRS = {"site-packages", "shoestring", "<frozen importlib._bootstrap>"}
+def _is_users(filename: str) -> bool:
+    """Whether a file of a traceback is the user's: not ours, not Python's, not an installed library's."""
+    path = Path(filename)
+    ours, python = Path(__file__).parents[1], Path(traceback.__file__).parent
+    return path.exists() and "site-packages" not in path.parts and not {ours, python} & set(path.parents)
 
 
 def _load_file(path: Path) -> ModuleType:

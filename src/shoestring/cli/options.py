@@ -24,12 +24,36 @@ class Parser(argparse.ArgumentParser):
         raise WrongUsage(f"{message}; see `{self.prog} --help`")
 
 
-def command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], help: str) -> Parser:
-    """A command's name, function and purpose -> its parser, which has --json already."""
-    parser = subparsers.add_parser(name, help=help, description=help[:1].upper() + help[1:] + ".")
+Run = Callable[[argparse.Namespace], int]
+
+
+def command(subparsers: Any, name: str, run: Run, help: str, examples: Sequence[str] = ()) -> Parser:
+    """A command's name, function, purpose and examples -> its parser, which has --json already."""
+    lines = [f"shoestring {name} {words}" for words in examples]
+    parser = subparsers.add_parser(
+        name,
+        help=help,
+        description=help[:1].upper() + help[1:] + ".",
+        epilog="\n  ".join(["examples:", *lines]) if lines else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--json", action="store_true", help="data on stdout, words on stderr")
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def add_techniques(parser: argparse.ArgumentParser) -> None:
+    """The techniques in a plan's words, for every command that takes them."""
+    group = parser.add_argument_group("techniques")
+    group.add_argument("--nonzero", type=percentage, metavar="P", help="percentage of nonzero weights")
+    group.add_argument("--precision", choices=("fp32", "fp16"), help="the type in which numbers are stored")
+    group.add_argument("--microbatch", type=whole_number(1, 10**9), metavar="N", help="items at a time")
+    group.add_argument("--checkpoint", metavar="S", help="none, no-bn, every-M, residual-M or residual-M*")
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Names of options -> those that were given, with their values."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
@@ -63,7 +87,7 @@ def percentage(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a percentage") from None
     if not 0 < number <= 100:
         raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0 and at most 100")
-    return number
+    return int(number) if number.is_integer() else number
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:

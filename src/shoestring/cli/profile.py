@@ -4,21 +4,32 @@ import argparse
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .model import HELP, load_task, users_code
-from .options import command, output_file, print_json, whole_number, write_text
+from .model import add_model, is_builtin, load_task, users_code
+from .options import add_techniques, command, given, output_file, print_json, whole_number, write_text
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
+    from ..profiling import Profile
+    from ..task import Task
+
+EXAMPLES = (
+    "wrn-28-2 --batch 100",
+    "mine.py:task --figure memory.svg",
+    "wrn-28-2 --batch 100 --checkpoint 'residual-2*' --microbatch 10",
+    "wrn-28-2 --batch 100 --rules paper --nonzero 30 --precision fp16",
+)
 
 
 def add(subparsers: Any) -> None:
-    parser = command(subparsers, "profile", run, "tell where training memory goes, before anything runs")
-    parser.add_argument("model", metavar="MODEL", help=HELP)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help="examples in a batch")
-    size.add_argument("--tokens", type=whole_number(1, 10**9), metavar="N", help="tokens in a batch")
+    purpose = "tell where training memory goes, before anything runs"
+    parser = command(subparsers, "profile", run, purpose, EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--rules", choices=("real", "paper"), default="real", help="what counts")
     parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
     parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down")
+    parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")
+    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    add_techniques(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,29 +37,63 @@ def run(args: argparse.Namespace) -> int:
         from ..reporting.figures import require_plot
 
         require_plot()  # before the work, not after it
-    data, ledger = _real(args)
+    sizes = given(args, "batch", "tokens")
+    techniques = given(args, "nonzero", "precision", "microbatch", "checkpoint")
+    with users_code(args.model):
+        data, ledger = (_paper if args.rules == "paper" else _real)(args, sizes, techniques)
+    _write(args, data, ledger)  # before the page, whose reader may leave early
     if args.json:
         print_json(data)
     else:
         from ..reporting.terminal import make_console, show_profile
 
         show_profile(make_console(), data, ledger)
-    _write(args, data, ledger)
     return 0
 
 
-def _real(args: argparse.Namespace) -> tuple[dict[str, Any], "Ledger"]:
-    """The arguments -> JSON and ledger of the step as PyTorch would run it."""
-    from ..profiling import profile
+def _paper(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict[str, Any], "Ledger"]:
+    """The arguments -> JSON and ledger of the step as the paper counts it."""
+    from ..profiling.paper import paper_profile
 
-    sizes = {name: size for name in ("batch", "tokens") if (size := getattr(args, name)) is not None}
-    task = load_task(args.model, sizes, device="meta")
-    with users_code(args.model):
-        result = profile(task)
+    model = args.model if is_builtin(args.model) else load_task(args.model, sizes)
+    result = paper_profile(model, **sizes, **techniques)
+    return result.to_json(), result.ledger
+
+
+def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict[str, Any], "Ledger"]:
+    """The arguments -> JSON and ledger of the step as PyTorch would run it."""
+    import torch
+
+    from ..planning.plan import Plan
+    from ..training.apply import lean_task
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    task = lean_task(load_task(args.model, sizes, device="meta"), Plan(**techniques))
+    result = _uncalibrated(task) if args.no_calibrate else _calibrated(task)
     data = result.to_json()
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
-    data["bytes"]["workspace"] = None  # unknown is not nothing
+    if args.no_calibrate:
+        data["bytes"]["workspace"] = None  # unknown is not nothing
     return data, result.ledger
+
+
+def _uncalibrated(task: "Task") -> "Profile":
+    from ..profiling import profile
+
+    return profile(task)
+
+
+def _calibrated(task: "Task") -> "Profile":
+    """A task -> its profile, with the scratch that its operators were found to need on this machine."""
+    from ..measuring.calibration import calibrate
+    from ..profiling import profile
+    from ..reporting.progress import progress
+
+    signatures = profile(task).signatures
+    with progress("calibrating the step's operators, once for this machine") as advance:
+        workspace = calibrate(signatures, advance)
+    return profile(task, workspace)
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import Progress
@@ -18,19 +18,17 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     bar = Progress(console=console, transient=True)
     task = bar.add_task(title, total=None)
     told = False
+    with ExitStack() as stack:
 
-    def advance(done: int, total: int) -> None:
-        nonlocal told
-        bar.update(task, completed=done, total=total)
-        if told or time.monotonic() - start < PATIENCE_SECONDS:
-            return
-        told = True
-        if console.is_terminal:
-            bar.start()
-        else:
-            print(f"shoestring: {title}", file=sys.stderr)
+        def advance(done: int, total: int) -> None:
+            nonlocal told
+            bar.update(task, completed=done, total=total)
+            if told or time.monotonic() - start < PATIENCE_SECONDS:
+                return
+            told = True
+            if console.is_terminal:
+                stack.enter_context(bar)
+            else:
+                print(f"shoestring: {title}", file=sys.stderr)
 
-    try:
         yield advance
-    finally:
-        bar.stop()

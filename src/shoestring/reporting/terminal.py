@@ -56,7 +56,7 @@ def show_profile(console: Console, data: dict[str, Any], ledger: Ledger | None =
 
 def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> Iterator[Text]:
     """The page of a profile, line by line."""
-    yield _headline(data, page)
+    yield from _headline(data, page)
     yield _peak(data["peak"])
     yield Text()
     yield from _categories(data, page)
@@ -74,10 +74,12 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
 
 
 # -- the parts of the page --------------------------------------------------------------------------------
-def _headline(data: dict[str, Any], page: Page) -> Text:
-    settings = [f"{name} {value}" for name, value in data["settings"].items()]
-    words = page.dot.join(["", *settings, f"{data['rules']} rules"])
-    return Text(data["task"], "bold").append(words, "not bold")
+def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
+    """The task, the rules and the settings; a second line where they do not fit one."""
+    settings = [f"{name}\u00a0{value}" for name, value in data["settings"].items()]
+    words = page.dot.join([data["task"], f"{data['rules']}\u00a0rules", *settings])
+    for line in textwrap.wrap(words, page.width):
+        yield Text(line.replace("\u00a0", " "), "bold")
 
 
 def _peak(peak: dict[str, Any]) -> Text:
