@@ -65,35 +65,35 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
     import torch
 
     from ..planning.plan import Plan
+    from ..profiling import profile
     from ..training.apply import lean_task
 
     if args.threads:
         torch.set_num_threads(args.threads)
     task = lean_task(load_task(args.model, sizes, device="meta"), Plan(**techniques))
-    result = _uncalibrated(task) if args.no_calibrate else _calibrated(task)
+    calibrates = not args.no_calibrate and _is_on_cpu(task)
+    result = profile(task)
+    if calibrates:
+        result = profile(task, _calibrate(result))
     data = result.to_json()
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
-    if args.no_calibrate:
+    if not calibrates:
         data["bytes"]["workspace"] = None  # unknown is not nothing
     return data, result.ledger
 
 
-def _uncalibrated(task: "Task") -> "Profile":
-    from ..profiling import profile
+def _is_on_cpu(task: "Task") -> bool:
+    """Whether the step would run on the CPU, whose operators are those that are calibrated."""
+    return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
 
-    return profile(task)
 
-
-def _calibrated(task: "Task") -> "Profile":
-    """A task -> its profile, with the scratch that its operators were found to need on this machine."""
-    from ..measuring.calibration import calibrate
-    from ..profiling import profile
+def _calibrate(result: "Profile") -> dict[str, int | None]:
+    """A profile -> the scratch that its operators are found to need on this machine."""
+    from ..measuring import calibrate
     from ..reporting.progress import progress
 
-    signatures = profile(task).signatures
     with progress("calibrating the step's operators, once for this machine") as advance:
-        workspace = calibrate(signatures, advance)
-    return profile(task, workspace)
+        return calibrate(result.signatures, advance)
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:
