@@ -20,9 +20,11 @@ _HOMES = {
     "Profile": "profiling",
     "Plan": "planning.plan",
     "apply": "training.apply",
+    "train": "training.loop",
+    "load_weights": "training.save",
     "ShoestringError": "errors",
 }
-__all__ = ["SGD", "Adam", "Plan", "Profile", "ShoestringError", "Task", "apply", "builtin", "profile"]
+__all__ = ["SGD", "Adam", "Plan", "Profile", "ShoestringError", "Task", "apply", "builtin", "load_weights", "profile", "train"]
 
 if TYPE_CHECKING:
     from .errors import ShoestringError
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from .profiling import Profile, profile
     from .task import SGD, Adam, Task
     from .training.apply import apply
+    from .training.loop import train
+    from .training.save import load_weights
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,93 @@
+"""Evaluation: a model -> one number that says how good it is, streamed over data and without gradients.
+
+Batches go through the model in the same pieces as in training: what a training step's memory holds, an
+evaluation's does, for it keeps nothing for a backward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ShoestringError
+from ..task import Task
+
+
+class Data(Protocol):
+    """The batches of an epoch: a batch depends on its number and its epoch, both from 0, alone."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, epoch: int, number: int) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`measure(model)` gives the quality, called `name` in the log; more of it is better where `higher`."""
+
+    name: str
+    measure: Callable[[nn.Module], float]
+    higher: bool = True
+
+    def __call__(self, model: nn.Module) -> float:
+        with evaluating(model):
+            return float(self.measure(model))
+
+    def is_better(self, quality: float, best: float | None) -> bool:
+        if best is None:
+            return quality == quality  # what is not a number is never the best
+        return quality > best if self.higher else quality < best
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode and without gradients; afterwards each module is in its mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+Score = Callable[[nn.Module, Any], float]  # the sum of a piece's scores, one for each item
+
+
+def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], float]:
+    """A score of pieces -> its mean over all items of the data, as a function of the model."""
+
+    def measure(model: nn.Module) -> float:
+        total, items = 0.0, 0
+        for number in range(len(data)):
+            for piece in task.split(data.read(0, number)):
+                total += score(model, piece)
+                items += task.count(piece)
+        if not items:
+            raise ShoestringError("there is nothing to evaluate on: the data holds no items")
+        return total / items
+
+    return measure
+
+
+def mean_loss(task: Task, data: Data) -> Evaluation:
+    """The task's own loss over the data: for any task. Lower is better."""
+
+    def score(model: nn.Module, piece: Any) -> float:
+        return float(task.loss(model, piece)) * task.count(piece)
+
+    return Evaluation("loss", mean_score(task, data, score), higher=False)
+
+
+def accuracy(task: Task, data: Data, prepare: Callable[[Tensor, Tensor], Tensor]) -> Evaluation:
+    """Percent of images classified rightly; `prepare(images, draws)` is what the model takes."""
+
+    def score(model: nn.Module, piece: tuple[Tensor, Tensor, Tensor]) -> float:
+        images, labels, draws = piece
+        return 100.0 * float((model(prepare(images, draws)).argmax(1) == labels).sum())
+
+    return Evaluation("accuracy", mean_score(task, data, score))

@@ -1,0 +1,57 @@
+"""Ctrl-C and SIGTERM, taken between two updates: a half-done update is never saved."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from ..errors import ShoestringError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(ShoestringError):
+    """A run that was stopped by hand; the message says how to resume it."""
+
+    def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
+
+
+class Interrupts:
+    """`received` is the signal that asked the run to stop, if any; a second one stops it at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._at_once = False
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Signals are noted inside the context. Only the main thread can do so; in others nothing changes."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def breakable(self) -> Iterator[None]:
+        """A signal ends what is inside at once: for what can be done again, such as an evaluation."""
+        self._at_once = True
+        try:
+            yield
+        except KeyboardInterrupt:
+            if self.received is None:
+                raise
+        finally:
+            self._at_once = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, number
+        if again or self._at_once:
+            raise KeyboardInterrupt

@@ -1,0 +1,356 @@
+"""`train(task, data, epochs=...)`: updates, evaluations and saves, in an order that a resumed run takes up.
+
+All that changes in a run is in `Training.groups()`; all that happens next follows from it. So a run that is
+killed at any moment and resumed ends with the same bits as one that was not.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Diverged, OverBudget, ShoestringError
+from ..planning.plan import Plan
+from ..task import Task
+from .apply import LeanTask, apply
+from .averaging import average_saves
+from .budget import Budget, Meter, tensors_in
+from .evaluate import Data
+from .events import Evaluated, Event, Listener, Saved, Updated
+from .feed import as_data
+from .interrupts import Interrupted, Interrupts
+from .recipe import Recipe
+from .record import RunRecord, describe, environment, fingerprint
+from .run import RunFolder
+from .save import Save, Saves, write_weights
+from .state import (
+    ModelState,
+    OptimizerState,
+    Parts,
+    RandomState,
+    Stateful,
+    find_stateful,
+    is_finite,
+    model_tensors,
+    seeded,
+)
+
+Replan = Callable[[LeanTask, int], LeanTask]  # what was planned, and the bytes it took -> what needs less
+
+
+def train(
+    task: Task | LeanTask,
+    data: Any,
+    *,
+    run: str | Path | RunFolder | None = None,
+    resume: bool = False,
+    listeners: Iterable[Listener] = (),
+    after_update: Iterable[Callable[[Updated], None]] = (),
+    stateful: Mapping[str, Stateful] | None = None,
+    generators: Mapping[str, torch.Generator] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    budget_bytes: int | None = None,
+    meter: Meter | None = None,
+    watch: Callable[[], int] | None = None,
+    replan: Replan | None = None,
+    how_to_resume: str = "train(..., resume=True)",
+    **recipe: Any,
+) -> RunRecord:
+    """A task (lean or not), data and a recipe (the fields of `Recipe`) -> the trained model's run record.
+
+    `data` has `read(epoch, number)`, or is any iterable with a length. With a `run` folder the run is saved,
+    and `resume` goes on where it ended. `after_update` functions may change the model; what they remember
+    must be in `stateful` (anything with state() and restore()) or `generators`. `settings` are further ones
+    that must be the same when resuming. `meter` measures the first two updates and each whose batch is larger
+    than those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, the run stops or
+    goes on as `replan` says.
+    """
+    lean = task if isinstance(task, LeanTask) else apply(task, Plan())
+    folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
+    budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch)
+    how = Recipe(**recipe)
+    training = Training(lean, as_data(data, how.seed), how, folder, budget, settings or {})
+    training.parts = dict(stateful or {})
+    training.generators = dict(generators or {})
+    training.listeners = (*listeners,)
+    training.after_update = (*after_update,)
+    training.replan, training.how_to_resume = replan, how_to_resume
+    return training.go(resume)
+
+
+class Training:
+    """A run on its way: `update` updates are done, and the model was evaluated after `evaluated` of them."""
+
+    def __init__(
+        self,
+        lean: LeanTask,
+        data: Data,
+        recipe: Recipe,
+        folder: RunFolder | None,
+        budget: Budget,
+        settings: Mapping[str, Any],
+    ) -> None:
+        self.lean, self.data, self.recipe, self.folder, self.budget = lean, data, recipe, folder, budget
+        self.length = recipe.length(len(data))
+        self.fingerprint = fingerprint(lean.model)
+        self.record = RunRecord(
+            task=lean.task.name or type(lean.model).__name__,
+            settings=self._settings() | dict(settings),
+            environment=environment(),
+            budget_bytes=budget.limit,
+            predicted_peak_bytes=lean.plan.predicted_peak_bytes,
+            predicted_bytes=lean.plan.predicted_bytes,
+            quality_name=recipe.evaluation.name if recipe.evaluation else "",
+        )
+        self.parts: dict[str, Stateful] = {}
+        self.generators: dict[str, torch.Generator] = {}
+        self.listeners: tuple[Listener, ...] = ()
+        self.after_update: tuple[Callable[[Updated], None], ...] = ()
+        self.replan: Replan | None = None
+        self.how_to_resume = ""
+        self.interrupts = Interrupts()
+        self.update = self.evaluated = self.log_bytes = 0
+        self.quality: float | None = None
+        self.best_quality: float | None = None
+        self.best_update: int | None = None
+        self.saved = (0, 0)  # `update` and `evaluated` at the newest save
+        self.seconds_before = 0.0
+        self.started = self.saved_at = time.monotonic()
+
+    # -- what a save holds ----------------------------------------------------------------------------------
+    def groups(self) -> dict[str, Stateful]:
+        """Everything that changes in the run; each group is a file of a save."""
+        return {
+            "model": ModelState(self.lean.model),
+            "optimizer": OptimizerState(self.lean.stepper.optimizer),
+            "parts": Parts(find_stateful(self.lean.task) | self.parts),
+            "run": self,
+            "random": RandomState(self.generators),
+        }
+
+    def state(self) -> dict[str, Any]:
+        names = ("update", "evaluated", "log_bytes", "quality", "best_quality", "best_update")
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.saved = self.update, self.evaluated
+
+    def _settings(self) -> dict[str, Any]:
+        task, recipe = self.lean.task, self.recipe
+        return {
+            "task": task.name,
+            "model": self.fingerprint[:16],
+            "optimizer": describe(task.optimizer),
+            "clip": task.clip,
+            "updates": self.length,
+            "batches": len(self.data),
+            "schedule": describe(recipe.schedule),
+            "seed": recipe.seed,
+            "evaluation": recipe.evaluation.name if recipe.evaluation else None,
+            "average": recipe.average,
+            "techniques": self.lean.plan.techniques(),
+        }
+
+    # -- the run --------------------------------------------------------------------------------------------
+    def go(self, resume: bool) -> RunRecord:
+        with ExitStack() as stack:
+            if self.folder is not None:
+                stack.enter_context(self.folder.locked())
+            stack.enter_context(seeded(self.recipe.seed))
+            stack.enter_context(self.interrupts.heeded())
+            self._begin(resume)
+            while True:
+                if self._evaluation_is_due():
+                    self._evaluate()
+                if self._save_is_due():
+                    self._save()
+                if self.interrupts.received is not None:
+                    raise self._interrupted()
+                if self.update == self.length:
+                    return self._finish()
+                self._advance()
+
+    def _begin(self, resume: bool) -> None:
+        for group in self.lean.stepper.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        if self.folder is None:
+            if resume:
+                raise ShoestringError("there is nothing to resume: name the folder of the run")
+            return
+        self.record = self.folder.begin(self.record, self.lean.plan, resume)
+        self.seconds_before = self.record.seconds
+        save = self.folder.saves.newest()
+        if save is not None:
+            self._restore(save)
+        self.folder.log.cut(self.log_bytes, self.folder.warn)
+
+    def _restore(self, save: Save) -> None:
+        if save.fingerprint != self.fingerprint:
+            raise ShoestringError(
+                f"{save.path} is of another model, of other names or shapes: choose another folder"
+            )
+        for name, part in self.groups().items():
+            save.restore(name, part, in_place=name in ("model", "optimizer"))
+
+    def _advance(self) -> None:
+        """One update, unless the budget forbids it: then the run stops, or tries again as replanned."""
+        epoch, number = divmod(self.update, len(self.data))
+        batch = self.data.read(epoch, number)
+        lr = self._set_lr(self.recipe.schedule(self.update + 1))
+        try:
+            loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self._held))
+        except OverBudget as error:
+            return self._replan(error)
+        if not math.isfinite(loss):
+            raise self._diverged(f"the loss is {loss}", self.update + 1)
+        self.update += 1
+        event = Updated(self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes)
+        for change in self.after_update:
+            change(event)
+        self._log({"update": self.update, "epoch": epoch + 1, "loss": loss, "lr": lr})
+        self._tell(event)
+        try:
+            self.budget.check()
+        except OverBudget as error:
+            self._replan(error)
+
+    @property
+    def epochs(self) -> int:
+        return math.ceil(self.length / len(self.data))
+
+    def _set_lr(self, factor: float) -> float:
+        groups = self.lean.stepper.optimizer.param_groups
+        for group in groups:
+            group["lr"] = group["initial_lr"] * factor
+        return groups[0]["lr"]
+
+    def _held(self) -> list[Tensor]:
+        """The tensors that outlive a step."""
+        states = list(self.lean.stepper.optimizer.state.values())
+        return [*model_tensors(self.lean.model).values(), *tensors_in(states)]
+
+    def _replan(self, error: OverBudget) -> None:
+        """Another plan for the same model and optimizer state; the gradients of a broken-off step go."""
+        if self.replan is None:
+            raise error
+        before = self.lean.stepper.optimizer
+        before.zero_grad(set_to_none=True)
+        self.lean = self.replan(self.lean, self.budget.used_bytes)
+        OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
+        self.budget.forget()
+        settings = self.record.settings | {"techniques": self.lean.plan.techniques()}
+        self.record = self.record.with_(settings=settings)
+        if self.folder is not None:
+            self.folder.write_plan(self.lean.plan)
+            self.folder.write_record(self.record)
+
+    # -- evaluations and saves ------------------------------------------------------------------------------
+    def _ends_epoch(self, update: int) -> bool:
+        return update % len(self.data) == 0 or update == self.length
+
+    def _evaluation_is_due(self) -> bool:
+        due = self.recipe.evaluation is not None and self.update > 0 and self._ends_epoch(self.update)
+        return due and self.evaluated != self.update
+
+    def _evaluate(self) -> None:
+        evaluation = self.recipe.evaluation
+        assert evaluation is not None
+        with self.interrupts.breakable():
+            self.quality = evaluation(self.lean.model)
+            self.evaluated = self.update
+        if self.evaluated != self.update:
+            return  # interrupted: done again when the run is resumed
+        is_best = evaluation.is_better(self.quality, self.best_quality)
+        if is_best:
+            self.best_quality, self.best_update = self.quality, self.update
+        epoch = math.ceil(self.update / len(self.data))
+        self._log({"update": self.update, "epoch": epoch, evaluation.name: self.quality})
+        self._tell(Evaluated(self.update, epoch, evaluation.name, self.quality, is_best))
+
+    def _save_is_due(self) -> bool:
+        if self.folder is None or self.update == 0 or (self.update, self.evaluated) == self.saved:
+            return False
+        every, late = self.recipe.save_every, time.monotonic() - self.saved_at > self.recipe.save_seconds
+        wanted = late or (every is not None and self.update % every == 0)
+        return wanted or self._ends_epoch(self.update) or self.interrupts.received is not None
+
+    def _save(self) -> None:
+        assert self.folder is not None
+        if not is_finite(self.lean.model):
+            raise self._diverged("the weights are no longer finite", self.update)
+        self.log_bytes = self.folder.log.sync()
+        saves = self.folder.saves
+        path = saves.write(self.update, self.fingerprint, self.groups())
+        self.saved, self.saved_at = (self.update, self.evaluated), time.monotonic()
+        saves.keep({*saves.updates()[-2:], *self._ends(saves), self.best_update})
+        self._write_record()
+        self._tell(Saved(self.update, path))
+
+    def _ends(self, saves: Saves) -> list[int]:
+        """The saves at ends of epochs that will be averaged."""
+        ends = [update for update in saves.updates() if self._ends_epoch(update) and update <= self.update]
+        return ends[max(0, len(ends) - self.recipe.average) :]
+
+    def _finish(self) -> RunRecord:
+        if self.recipe.average and self.folder is not None:
+            self._average(self.folder)
+        self.record = self.record.with_(finished=True)
+        self._write_record()
+        return self.record
+
+    def _average(self, folder: RunFolder) -> None:
+        """averaged.safetensors and its quality; the model itself keeps its last weights."""
+        model, evaluation = self.lean.model, self.recipe.evaluation
+        saves = [folder.saves.check(update) for update in self._ends(folder.saves)]
+        average_saves(model, saves)
+        write_weights(folder.averaged_path, model_tensors(model))
+        quality = evaluation(model) if evaluation else None
+        saves[-1].restore("model", ModelState(model), in_place=True)
+        self._log({"update": self.update, "averaged": len(saves), "quality": quality})
+        self.record = self.record.with_(averaged_quality=quality)
+
+    # -- words ----------------------------------------------------------------------------------------------
+    def _write_record(self) -> None:
+        measured = self.budget.measured
+        self.record = self.record.with_(
+            updates=self.update,
+            seconds=self.seconds_before + time.monotonic() - self.started,
+            quality=self.quality,
+            best_quality=self.best_quality,
+            best_update=self.best_update,
+        )
+        if measured is not None and measured.peak_bytes >= (self.record.measured_peak_bytes or 0):
+            self.record = self.record.with_(
+                measured_peak_bytes=measured.peak_bytes, measured=measured.to_json()
+            )
+        if self.folder is not None:
+            self.folder.write_record(self.record)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        if self.folder is not None:
+            self.folder.log.write(line)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def _interrupted(self) -> Interrupted:
+        assert self.interrupts.received is not None
+        saved = f"resume with `{self.how_to_resume}`" if self.folder else "without a folder nothing is saved"
+        words = f"stopped after update {self.update:,} of {self.length:,}: {saved}"
+        return Interrupted(words, self.interrupts.received)
+
+    def _diverged(self, what: str, update: int) -> Diverged:
+        lr = self.lean.stepper.optimizer.param_groups[0]["lr"]
+        last = max(self.folder.saves.updates(), default=0) if self.folder else 0
+        safe = f"the save of update {last:,} is good" if last else "there is no save before it"
+        return Diverged(
+            f"{what} at update {update:,}, at a learning rate of {lr:g}; {safe}: lower the learning rate, or "
+            "clip the gradients"
+        )

@@ -1,0 +1,108 @@
+"""RunRecord: what a run was asked to do, what was predicted, and what came of it (record.json)."""
+
+import hashlib
+import json
+import os
+import platform
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import __version__
+from ..errors import ShoestringError
+from .state import model_tensors
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """`settings` decide the result: a run is resumed with the same ones only. None is not known (yet).
+
+    `measured` is the reading of the meter at the step of the highest peak. `seconds` are those of training
+    and evaluation, over all sessions of the run.
+    """
+
+    task: str
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_bytes: dict[str, int] = field(default_factory=dict)
+    measured_peak_bytes: int | None = None
+    measured: dict[str, Any] = field(default_factory=dict)
+    updates: int = 0
+    seconds: float = 0.0
+    quality_name: str = ""
+    quality: float | None = None  # after the last update
+    best_quality: float | None = None
+    best_update: int | None = None
+    averaged_quality: float | None = None
+    finished: bool = False
+
+    def with_(self, **changes: Any) -> "RunRecord":
+        return replace(self, **changes)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": VERSION, **asdict(self)}
+
+
+def read_record(path: Path) -> RunRecord:
+    """`record.json` -> the record; refuses what is damaged or of another version."""
+    try:
+        record = json.loads(path.read_bytes())
+        version = record.pop("version")
+        known = {f.name for f in fields(RunRecord)}
+        if version == VERSION:
+            return RunRecord(**{name: value for name, value in record.items() if name in known})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ShoestringError(f"{path} is no record of a run ({error}): choose another folder") from error
+    raise ShoestringError(
+        f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it"
+    )
+
+
+def environment() -> dict[str, Any]:
+    """-> what a run's numbers may depend on besides its settings."""
+    return {
+        "shoestring": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "core": os.environ.get("SHOESTRING_CORE", ""),
+    }
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A model before training -> SHA-256 of the names, types and shapes of its tensors."""
+    tensors = [(name, str(t.dtype), list(t.shape)) for name, t in model_tensors(model).items()]
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+
+
+def describe(thing: Any) -> str:
+    """Optimizer settings, a schedule or the like -> words that are the same for the same settings."""
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return repr(thing)
+    return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Two settings -> the entries that differ, in words; empty where none does."""
+    old, new = _flat(before), _flat(json.loads(json.dumps(now)))  # as it is when it comes from a file
+    changed = [key for key in old | new if old.get(key) != new.get(key)]
+    return ", ".join(f"{key} was {old.get(key)} and is now {new.get(key)}" for key in changed)
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """{"seed": 0, "techniques": {"microbatch": 10}} -> {"seed": 0, "techniques microbatch": 10}"""
+    flat = {}
+    for key, value in settings.items():
+        inner = value.items() if isinstance(value, dict) else [("", value)]
+        flat.update({f"{key} {name}".strip(): part for name, part in inner})
+    return flat

@@ -1,0 +1,152 @@
+"""A run folder: plan.json, record.json, log.jsonl and saves/; one process trains in it at a time."""
+
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ShoestringError
+from ..planning.plan import Plan
+from .record import RunRecord, differences, read_record
+from .save import NotSaved, Saves
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where a run leaves what it makes. Each process of a run but the first has names of its own."""
+
+    path: Path
+    rank: int = 0
+    warn: Callable[[str], None] = warnings.warn
+
+    @property
+    def saves(self) -> Saves:
+        return Saves(self._named("saves", ""), self.warn)
+
+    @property
+    def log(self) -> "Log":
+        return Log(self._named("log", ".jsonl"))
+
+    @property
+    def record_path(self) -> Path:
+        return self._named("record", ".json")
+
+    @property
+    def plan_path(self) -> Path:
+        return self._named("plan", ".json")
+
+    @property
+    def averaged_path(self) -> Path:
+        return self._named("averaged", ".safetensors")
+
+    def _named(self, stem: str, suffix: str) -> Path:
+        return self.path / (f"{stem}.rank{self.rank}{suffix}" if self.rank else stem + suffix)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Refuses a folder in which a process trains already; the lock ends when the process does."""
+        with _refusing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._named(".lock", "").open("a")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ShoestringError(
+                    f"another process trains in {self.path}: wait for it, or choose another folder"
+                ) from None
+            yield
+
+    def begin(self, record: RunRecord, plan: Plan, resume: bool) -> RunRecord:
+        """Takes the folder for a run -> its record: the new one, or that of the run which is resumed."""
+        if self.record_path.exists():
+            return self._resumed(record, resume)
+        if resume:
+            raise ShoestringError(
+                f"{self.path} holds no run to resume: leave --resume out, or name its folder"
+            )
+        others = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
+        if others := others - {self.plan_path.name}:  # which a run that was killed at its start may have left
+            raise ShoestringError(
+                f"{self.path} holds {min(others)!r}, which is not of a run: choose an empty or a new folder"
+            )
+        self.write_plan(plan)
+        self.write_record(record)
+        return record
+
+    def _resumed(self, record: RunRecord, resume: bool) -> RunRecord:
+        before = read_record(self.record_path)
+        changed = differences(before.settings, record.settings)
+        if changed and resume:
+            raise ShoestringError(
+                f"{self.path} holds a run with other settings: {changed}; resume with the old ones, "
+                "or choose another folder"
+            )
+        if not resume:
+            why = f" with other settings ({changed})" if changed else ""
+            raise ShoestringError(
+                f"{self.path} holds a run{why} already: resume it with --resume, or choose another folder"
+            )
+        if other := differences(before.environment, record.environment):
+            self.warn(f"the run goes on elsewhere, so its numbers may differ in their last bits: {other}")
+        return before.with_(environment=record.environment)
+
+    def write_plan(self, plan: Plan) -> None:
+        with _refusing(self.path):
+            replace_file(self.plan_path, plan.to_json())
+
+    def write_record(self, record: RunRecord) -> None:
+        with _refusing(self.path):
+            replace_file(self.record_path, json.dumps(record.to_json(), indent=2))
+
+
+@dataclass(frozen=True)
+class Log:
+    """log.jsonl: a line for each update and evaluation; no times, so that equal runs have equal logs."""
+
+    path: Path
+
+    def write(self, line: dict[str, Any]) -> None:
+        with _refusing(self.path), self.path.open("ab") as file:
+            file.write((json.dumps(line) + "\n").encode())
+
+    def sync(self) -> int:
+        """All lines reach the disk -> their bytes."""
+        with _refusing(self.path), self.path.open("ab") as file:
+            os.fsync(file.fileno())
+            return file.tell()
+
+    def cut(self, size: int, warn: Callable[[str], None]) -> None:
+        """Takes away what was written after a save, so that it is written again as the run goes on."""
+        with _refusing(self.path), self.path.open("ab") as file:
+            if file.tell() < size:
+                warn(
+                    f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost"
+                )
+            file.truncate(min(size, file.tell()))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that is at any moment as it was before or as it is then, whole."""
+    hidden = path.with_name(f".writing-{path.name}")
+    with hidden.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    hidden.replace(path)
+
+
+@contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """The system's refusals in one line: a full disk, a folder that may not be written, a file in the way."""
+    try:
+        yield
+    except OSError as error:
+        raise NotSaved(
+            f"{path} cannot be written: {error.strerror}; make room or choose another folder"
+        ) from error

@@ -1,0 +1,248 @@
+"""Saves: `saves/update-0000000120/` holds safetensors files and a manifest with the SHA-256 of each.
+
+A save is written into a hidden folder beside the others, synced to the disk, and renamed: it is there whole,
+or not at all. It is checked to the last byte before anything of it is used. Nothing in it can be executed.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import DamagedSave, ShoestringError
+from ..units import format_bytes
+from .state import Stateful, model_tensors, pack, unpack
+from .tensorfile import HashedFile, TensorFile, Written, checksum, write_tensors
+
+VERSION = 1
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"update-(\d{10})")
+
+
+class NotSaved(ShoestringError):
+    """A save that could not be written, such as on a full disk; those before it are still there."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that was found whole. `values` is the plain part of each group's state, `groups` their names."""
+
+    path: Path
+    update: int
+    fingerprint: str
+    values: dict[str, Any]
+    files: dict[str, Written]
+
+    def restore(self, group: str, part: Stateful, in_place: bool = False) -> None:
+        """Gives a part its state back; in place it is read into the tensors that the part has now."""
+        live = part.state() if in_place else None
+        part.restore(unpack(self.values[group], self.tensors(group), live))
+
+    def tensors(self, group: str) -> TensorFile | None:
+        name = f"{group}.safetensors"
+        return TensorFile(self.path / name) if name in self.files else None
+
+
+@dataclass(frozen=True)
+class Saves:
+    """The saves of one run in a folder. `warn` is told what was damaged and passed over."""
+
+    folder: Path
+    warn: Callable[[str], None] = warnings.warn
+
+    def updates(self) -> list[int]:
+        """The updates after which a save was made, in order; whether it is damaged is not looked at."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(
+            int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
+        )
+
+    def path(self, update: int) -> Path:
+        return self.folder / f"update-{update:010d}"
+
+    def write(self, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> Path:
+        """Saves the state of each group; at most a piece of one tensor is copied in memory."""
+        final, hidden = self.path(update), self.folder / f".writing-{self.path(update).name}"
+        try:
+            self.sweep()
+            hidden.mkdir(parents=True)
+            _write_files(hidden, update, fingerprint, groups)
+            if final.exists():  # a damaged one, or one that the run was set back before
+                final.rename(self.folder / f".replaced-{final.name}")
+            hidden.rename(final)
+            _sync_folder(self.folder)
+            self.sweep()
+        except OSError as error:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise self._not_saved(update, error) from error
+        return final
+
+    def sweep(self) -> None:
+        """Removes what a run that was killed left half written or half removed."""
+        for path in self.folder.glob(".*-update-*"):
+            shutil.rmtree(path)
+
+    def keep(self, updates: Iterable[int | None]) -> None:
+        """Removes all saves but these; each is hidden first, so that none is ever there in part."""
+        for update in set(self.updates()) - set(updates):
+            gone = self.folder / f".removing-{self.path(update).name}"
+            self.path(update).rename(gone)
+            shutil.rmtree(gone)
+
+    def newest(self) -> Save | None:
+        """The newest save that is whole, checked to the last byte; None where none was ever made."""
+        damage = ""
+        for update in reversed(self.updates()):
+            try:
+                save = self.check(update)
+            except DamagedSave as error:
+                damage = str(error)
+                continue
+            if damage:
+                self.warn(f"{damage}; going on from update {update:,}, the newest save that is whole")
+            return save
+        if damage:
+            raise DamagedSave(f"{damage}, and no other save is whole: train anew in another folder")
+        return None
+
+    def check(self, update: int) -> Save:
+        return check(self.path(update))
+
+    def _not_saved(self, update: int, error: OSError) -> NotSaved:
+        place = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
+        free = format_bytes(shutil.disk_usage(place).free)
+        last = self.updates()
+        safe = f"the save of update {last[-1]:,} is whole" if last else "there is no earlier save"
+        return NotSaved(
+            f"update {update:,} could not be saved in {self.folder}: {error.strerror or error} ({free} "
+            f"free); {safe}: make room and resume"
+        )
+
+
+def check(path: Path) -> Save:
+    """The folder of a save -> the save, if every byte of it is as it was written."""
+    record = _read_manifest(path)
+    files = {name: Written(**written) for name, written in record["files"].items()}
+    for name, written in files.items():
+        _check_file(path / name, written)
+    return Save(path, record["update"], record["fingerprint"], record["values"], files)
+
+
+def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> None:
+    """The files of a save and, last, its manifest, all on the disk when this returns."""
+    files: dict[str, Written] = {}
+    values = {}
+    for group, part in groups.items():
+        values[group], tensors = pack(part.state())
+        if tensors:
+            name = f"{group}.safetensors"
+            with (folder / name).open("xb", buffering=0) as file:
+                files[name] = write_tensors(file, tensors)
+                os.fsync(file.fileno())
+    record = {"version": VERSION, "update": update, "fingerprint": fingerprint, "values": values}
+    record["files"] = {name: asdict(written) for name, written in files.items()}
+    with (folder / MANIFEST).open("xb", buffering=0) as file:
+        HashedFile(file).write(seal(record))
+        os.fsync(file.fileno())
+    _sync_folder(folder)
+
+
+def seal(record: dict[str, Any]) -> bytes:
+    """A record -> JSON with the SHA-256 of the rest as its last entry, so that any change of a byte shows."""
+    digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+    return json.dumps(record | {"sha256": digest}, indent=1).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """What `seal` gave -> the record; ValueError where a byte is not as it was written."""
+    record = json.loads(data)
+    if not isinstance(record, dict) or record.pop("sha256", None) is None or seal(record) != data:
+        raise ValueError("its checksum does not fit")
+    return record
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        record = unseal((path / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise DamagedSave(f"{path} is damaged: it has no {MANIFEST}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedSave(f"{path} is damaged: its {MANIFEST} is not as it was written ({error})") from error
+    if record["version"] != VERSION:
+        raise ShoestringError(
+            f"{path} has version {record['version']}, this Shoestring reads {VERSION}: "
+            "resume with the one that saved it"
+        )
+    return record
+
+
+def _check_file(path: Path, written: Written) -> None:
+    try:
+        found = checksum(path)
+    except OSError as error:
+        raise DamagedSave(
+            f"{path.parent} is damaged: {path.name} cannot be read ({error.strerror})"
+        ) from error
+    if found.bytes != written.bytes:
+        raise DamagedSave(
+            f"{path.parent} is damaged: {path.name} has {found.bytes:,} bytes, and "
+            f"{written.bytes:,} were written"
+        )
+    if found != written:
+        raise DamagedSave(
+            f"{path.parent} is damaged: the SHA-256 of {path.name} is not that of what was written"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """The names in a folder reach the disk, as fsync of a file does not ensure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Tensors -> a safetensors file, which is there whole or not at all."""
+    hidden = path.with_name(f".writing-{path.name}")
+    try:
+        with hidden.open("wb", buffering=0) as file:
+            write_tensors(file, tensors)
+            os.fsync(file.fileno())
+        hidden.replace(path)
+    except OSError as error:
+        hidden.unlink(missing_ok=True)
+        raise NotSaved(
+            f"{path} could not be written: {error.strerror or error}; make room and resume"
+        ) from error
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Reads a save's folder, or a file such as averaged.safetensors, into a model, tensor by tensor."""
+    where = Path(path)
+    if where.is_dir():
+        check(where)
+        where = where / "model.safetensors"
+    file, tensors = TensorFile(where), model_tensors(model)
+    for name, tensor in tensors.items():
+        entry = file.entries.get(name)
+        if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):
+            found = f"{entry.dtype} of shape {entry.shape}" if entry else "nothing"
+            raise ShoestringError(
+                f"{where} does not fit the model: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                f"and the file has {found}; build the model as it was trained"
+            )
+    for name, tensor in tensors.items():
+        file.read_into(name, tensor)

@@ -1,0 +1,192 @@
+"""Tensors on disk in the safetensors layout, written and read in pieces: no second copy of a model is made.
+
+A file is 8 bytes that say how long the header is, the header (JSON: for each name its type, shape and place),
+and the values. The library would gather all of them in memory first; here at most CHUNK bytes are on their
+way.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DamagedSave, ShoestringError
+
+CHUNK = 2**20
+MOST_HEADER = 100_000_000  # bytes; the library's own limit
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a file must be found to be when it is read again."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its values begin at byte `start` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class HashedFile:
+    """A file that is written from start to end, and the checksum of what went into it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.bytes, self.hash = file, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data)
+        self.hash.update(view)
+        self.bytes += len(view)
+        while len(view):
+            view = view[self.file.write(view) :]  # an unbuffered file may take a part only
+
+    @property
+    def written(self) -> Written:
+        return Written(self.bytes, self.hash.hexdigest())
+
+
+def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> Written:
+    """Named tensors -> an open, unbuffered file; at most CHUNK bytes of them are copied at a time."""
+    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps all values aligned
+    out = HashedFile(file)
+    out.write(_header(names, tensors))
+    for name in names:
+        for piece in pieces(tensors[name].detach()):
+            out.write(as_bytes(piece.cpu().contiguous()))
+    return out.written
+
+
+def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
+    places, end = {}, 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in CODES or tensor.layout != torch.strided:
+            raise ShoestringError(
+                f"tensor {name!r} ({tensor.dtype}, {tensor.layout}) cannot be saved: "
+                "only dense tensors of plain types can"
+            )
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places[name] = {
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(places).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor -> parts of it of at most CHUNK bytes which, one after another, hold its values in order."""
+    size = tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous():
+        yield from tensor.view(-1).split(CHUNK // tensor.element_size()) if size else ()
+    elif size <= CHUNK:
+        yield tensor
+    elif (rows := CHUNK * len(tensor) // size) > 1:
+        yield from tensor.split(rows)
+    else:
+        for row in tensor:
+            yield from pieces(row)
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor on the CPU -> its memory, not a copy."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+class TensorFile:
+    """The tensors of a file, read when they are asked for: anew, or into tensors that are there already."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries = _read_header(path)
+
+    def read(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, tensor: Tensor) -> None:
+        """Fills a tensor of the same type and shape, whatever its strides or device, with the values."""
+        entry = self.entries[name]
+        assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), name
+        with self.path.open("rb", buffering=0) as file, torch.no_grad():
+            file.seek(entry.start)
+            for piece in pieces(tensor.detach()):
+                _read_piece(file, piece)
+
+
+def _read_piece(file: IO[bytes], piece: Tensor) -> None:
+    """The next values of a file -> a piece: straight into its memory where that is possible."""
+    if piece.is_contiguous() and piece.device.type == "cpu":
+        _fill(file, as_bytes(piece))
+    else:
+        values = torch.empty(piece.shape, dtype=piece.dtype)
+        _fill(file, as_bytes(values))
+        piece.copy_(values)
+
+
+def _fill(file: IO[bytes], view: memoryview) -> None:
+    while len(view):
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise DamagedSave(f"{file.name} ends too early: it was cut after it was checked")
+        view = view[count:]
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > MOST_HEADER:
+                raise ValueError(f"it would have {length:,} bytes")
+            record = json.loads(file.read(length))
+        record.pop("__metadata__", None)
+        entries = {name: _entry(place, 8 + length) for name, place in record.items()}
+    except OSError as error:
+        raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise DamagedSave(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+    return entries
+
+
+def _entry(place: dict[str, Any], values: int) -> Entry:
+    """A header's record of a tensor, and where the values begin in the file -> the entry."""
+    dtype, shape, (start, end) = DTYPES[place["dtype"]], tuple(place["shape"]), place["data_offsets"]
+    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+        raise ValueError("a size that is no whole number")
+    if end - start != torch.Size(shape).numel() * dtype.itemsize:
+        raise ValueError(f"{end - start} bytes for a tensor of shape {shape}")
+    return Entry(dtype, shape, values + start)
+
+
+def checksum(path: Path) -> Written:
+    """A file -> its size and SHA-256, read CHUNK bytes at a time."""
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return Written(size, digest.hexdigest())

@@ -1,0 +1,393 @@
+import json
+import math
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from small import Noise, right_answers, task
+from torch.utils.data import DataLoader
+
+from shoestring import SGD, Plan, apply
+from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
+from shoestring.measuring import measure_allocator
+from shoestring.training.evaluate import Evaluation, evaluating
+from shoestring.training.events import Evaluated, Saved, Updated
+from shoestring.training.interrupts import Interrupted
+from shoestring.training.loop import train
+from shoestring.training.record import read_record
+from shoestring.training.save import load_weights
+from shoestring.training.schedules import Steps
+from shoestring.training.state import model_tensors
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def saves_of(folder):
+    return [int(path.name.removeprefix("update-")) for path in sorted((folder / "saves").iterdir())]
+
+
+def weights(task):
+    return {name: tensor.clone() for name, tensor in model_tensors(task.model).items()}
+
+
+def assert_same_weights(one, two):
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_training_lowers_the_loss_and_tells_what_it_did(tmp_path):
+    told = []
+    record = train(
+        task(), Noise(), epochs=6, evaluation=right_answers(), run=tmp_path / "run", listeners=[told.append]
+    )
+    lines = log_of(tmp_path / "run")
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses) == 30 and sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    assert [line["epoch"] for line in lines if "accuracy" in line] == [1, 2, 3, 4, 5, 6]
+    assert record.quality == lines[-1]["accuracy"] and record.finished and record.updates == 30
+    kinds = [type(event) for event in told]
+    assert (kinds.count(Updated), kinds.count(Evaluated), kinds.count(Saved)) == (30, 6, 6)
+    assert read_record(tmp_path / "run" / "record.json") == record
+
+
+def test_the_trainer_does_what_a_hand_written_loop_does():
+    ours, theirs = task(), task()
+    train(ours, Noise(), epochs=2, seed=3)
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(theirs.model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+    for epoch in range(2):
+        for number in range(5):
+            theirs.loss(theirs.model, Noise().read(epoch, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(weights(ours), weights(theirs))
+
+
+def test_the_schedule_sets_each_updates_learning_rate(tmp_path):
+    schedule = Steps(updates=10, until=(0.5, 1.0), factors=(1.0, 0.2))
+    train(task(), Noise(), updates=10, schedule=schedule, run=tmp_path / "run")
+    rates = [line["lr"] for line in log_of(tmp_path / "run")]
+    assert rates == pytest.approx([0.05] * 5 + [0.01] * 5)
+
+
+def test_a_run_by_updates_ends_within_an_epoch_and_is_evaluated_there(tmp_path):
+    train(task(), Noise(), updates=7, evaluation=right_answers(), run=tmp_path / "run")
+    assert [line["update"] for line in log_of(tmp_path / "run") if "accuracy" in line] == [5, 7]
+
+
+@pytest.mark.parametrize("length", [{}, {"epochs": 1, "updates": 5}, {"epochs": 0}, {"updates": -1}])
+def test_a_length_that_is_not_clear_is_refused(length):
+    with pytest.raises(ShoestringError, match="give"):
+        train(task(), Noise(), **length)
+
+
+def test_the_last_two_saves_the_best_and_those_to_average_are_kept(tmp_path):
+    qualities = iter([1.0, 9.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+    falling = Evaluation("made up", lambda model: next(qualities))
+    record = train(task(), Noise(), epochs=6, save_every=2, evaluation=falling, run=tmp_path / "a")
+    assert saves_of(tmp_path / "a") == [10, 28, 30] and (record.best_update, record.best_quality) == (10, 9.0)
+    train(task(), Noise(), epochs=6, save_every=2, average=3, run=tmp_path / "b")
+    assert saves_of(tmp_path / "b") == [20, 25, 28, 30]
+
+
+def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_is_not_a_number():
+    losses = iter([math.nan, 3.0, math.nan, 2.0, 5.0])
+    lower = Evaluation("loss", lambda model: next(losses), higher=False)
+    record = train(task(), Noise(), epochs=5, evaluation=lower)
+    assert (record.best_quality, record.best_update) == (2.0, 20)
+
+
+def test_the_averaged_model_is_the_mean_of_the_last_saves_and_the_model_keeps_its_last_weights(tmp_path):
+    lean = task()
+    record = train(lean, Noise(), epochs=5, average=3, evaluation=right_answers(), run=tmp_path / "run")
+    means = []
+    for update in (15, 20, 25):
+        other = task()
+        load_weights(other.model, tmp_path / "run" / "saves" / f"update-{update:010d}")
+        means.append(weights(other))
+    assert_same_weights(means[-1], weights(lean))
+    averaged = task()
+    load_weights(averaged.model, tmp_path / "run" / "averaged.safetensors")
+    for name, tensor in weights(averaged).items():
+        if tensor.is_floating_point():
+            assert torch.allclose(tensor, (means[0][name] + means[1][name] + means[2][name]) / 3)
+    assert record.averaged_quality == right_answers()(averaged.model)
+
+
+def test_evaluation_leaves_modes_gradients_and_generators_as_they_were(tmp_path):
+    model = task().model
+    model.blocks[0].eval()
+    before = torch.get_rng_state()
+    with evaluating(model):
+        assert not model.training and not model(torch.ones(1, 1, 6, 6)).requires_grad
+    assert model.training and not model.blocks[0].training and model.blocks[1].training
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Stop:
+    """A listener that sends this process a signal after some update."""
+
+    def __init__(self, update, number=signal.SIGINT, times=1):
+        self.update, self.number, self.times = update, number, times
+
+    def __call__(self, event):
+        if isinstance(event, Updated) and event.update == self.update:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_says_how_to_resume_and_loses_nothing(tmp_path, number, code):
+    whole = task()
+    train(whole, Noise(), epochs=3, evaluation=right_answers(), run=tmp_path / "whole")
+    how = {"epochs": 3, "evaluation": right_answers(), "run": tmp_path / "run", "how_to_resume": "this again"}
+    handler = signal.getsignal(number)
+    with pytest.raises(Interrupted, match="stopped after update 8 of 15: resume with `this again`") as error:
+        train(task(), Noise(), listeners=[Stop(8, number)], **how)
+    assert error.value.exit_code == code and signal.getsignal(number) is handler
+    resumed = task()
+    train(resumed, Noise(), resume=True, **how)
+    assert_same_weights(weights(whole), weights(resumed))
+    assert log_of(tmp_path / "whole") == log_of(tmp_path / "run")
+
+
+def test_an_interrupt_in_an_evaluation_ends_it_and_it_is_done_when_resumed(tmp_path):
+    def interrupted(model):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the signal ended the evaluation")
+
+    how = {"epochs": 2, "run": tmp_path / "run"}
+    with pytest.raises(Interrupted):
+        train(task(), Noise(), evaluation=Evaluation("accuracy", interrupted), **how)
+    record = train(task(), Noise(), evaluation=right_answers(), resume=True, **how)
+    train(task(), Noise(), epochs=2, evaluation=right_answers(), run=tmp_path / "whole")
+    assert log_of(tmp_path / "whole") == log_of(tmp_path / "run") and record.finished
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        train(task(), Noise(), epochs=3, run=tmp_path / "run", listeners=[Stop(8, times=2)])
+
+
+def test_training_in_a_thread_leaves_signals_to_the_program():
+    thread = threading.Thread(target=lambda: train(task(), Noise(), epochs=1))
+    before = signal.getsignal(signal.SIGINT)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_good_save_stays(tmp_path):
+    bad = Noise(batches=4)
+    good = bad.read
+    bad.read = lambda epoch, number: (
+        good(epoch, number)[0] * (math.nan if (epoch, number) == (1, 2) else 1),
+        good(epoch, number)[1],
+    )
+    with pytest.raises(Diverged, match=r"the loss is nan at update 7.*the save of update 4 is good") as error:
+        train(task(), bad, epochs=3, run=tmp_path / "run")
+    assert error.value.exit_code == 5 and saves_of(tmp_path / "run") == [4]
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    lean = task()
+
+    def spoil(event):
+        if event.update == 8:
+            lean.model.head.bias.data[0] = math.inf
+
+    with pytest.raises(Diverged, match="weights are no longer finite at update 8"):
+        train(lean, Noise(), epochs=3, save_every=4, run=tmp_path / "run", after_update=[spoil])
+    assert saves_of(tmp_path / "run") == [4, 5]
+
+
+def test_a_folder_of_a_run_is_not_used_for_another(tmp_path):
+    run = tmp_path / "run"
+    train(task(), Noise(), epochs=1, run=run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(ShoestringError, match="holds a run already: resume it with --resume"):
+        train(task(), Noise(), epochs=1, run=run)
+    with pytest.raises(ShoestringError, match=r"updates was 5 and is now 10.*seed was 0 and is now 1"):
+        train(task(), Noise(), epochs=2, seed=1, run=run, resume=True)
+    with pytest.raises(ShoestringError, match="techniques microbatch was None and is now 2"):
+        train(apply(task(), Plan(microbatch=2)), Noise(), epochs=1, run=run, resume=True)
+    with pytest.raises(ShoestringError, match=r"optimizer was SGD\(lr=0.05.* and is now SGD\(lr=0.5"):
+        train(task(SGD(lr=0.5)), Noise(), epochs=1, run=run, resume=True)
+    with pytest.raises(ShoestringError, match="batch was None and is now 6"):
+        train(task(), Noise(), epochs=1, run=run, resume=True, settings={"batch": 6})
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_other_things_or_without_a_run_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ShoestringError, match=r"holds 'thesis.tex', which is not of a run"):
+        train(task(), Noise(), epochs=1, run=tmp_path)
+    with pytest.raises(ShoestringError, match="holds no run to resume"):
+        train(task(), Noise(), epochs=1, run=tmp_path / "new", resume=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ShoestringError, match=r"file cannot be written: .*exists"):
+        train(task(), Noise(), epochs=1, run=tmp_path / "file")
+
+
+def test_two_processes_cannot_train_in_one_folder(tmp_path):
+    def another(event):
+        train(task(), Noise(), epochs=1, run=tmp_path / "run", resume=True)
+
+    with pytest.raises(ShoestringError, match="another process trains in"):
+        train(task(), Noise(), epochs=1, run=tmp_path / "run", listeners=[another])
+
+
+def test_a_finished_run_can_be_resumed_and_changes_nothing(tmp_path):
+    how = {"epochs": 3, "average": 2, "evaluation": right_answers(), "run": tmp_path / "run"}
+    train(task(), Noise(), **how)
+    before = {
+        path: path.read_bytes()
+        for path in (tmp_path / "run").rglob("*")
+        if path.name != "record.json" and path.is_file()
+    }
+    record = train(task(), Noise(), resume=True, **how)
+    assert record.finished and before == {path: path.read_bytes() for path in before}
+
+
+def test_a_run_whose_saves_are_all_damaged_is_not_silently_begun_anew(tmp_path):
+    train(task(), Noise(), epochs=1, run=tmp_path / "run")
+    for path in (tmp_path / "run").rglob("manifest.json"):
+        path.write_bytes(path.read_bytes().replace(b"update", b"upDate"))
+    with pytest.raises(DamagedSave, match="no other save is whole"):
+        train(task(), Noise(), epochs=1, run=tmp_path / "run", resume=True)
+
+
+def test_a_damaged_save_costs_only_the_updates_since_the_one_before(tmp_path):
+    whole = task()
+    how = {"epochs": 4, "evaluation": right_answers()}
+    train(whole, Noise(), run=tmp_path / "whole", **how)
+    with pytest.raises(Interrupted):
+        train(task(), Noise(), run=tmp_path / "run", listeners=[Stop(17)], **how)
+    path = tmp_path / "run" / "saves" / "update-0000000017" / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    resumed = task()
+    with pytest.warns(UserWarning, match="going on from update 15"):
+        train(resumed, Noise(), run=tmp_path / "run", resume=True, **how)
+    assert_same_weights(weights(whole), weights(resumed))
+    assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")
+
+
+def test_a_log_that_lost_its_end_is_told(tmp_path):
+    with pytest.raises(Interrupted):
+        train(task(), Noise(), epochs=3, run=tmp_path / "run", listeners=[Stop(8)])
+    (tmp_path / "run" / "log.jsonl").write_text("")
+    with pytest.warns(UserWarning, match=r"log.jsonl has 0 bytes where .* were written"):
+        train(task(), Noise(), epochs=3, run=tmp_path / "run", resume=True)
+
+
+def test_any_iterable_of_batches_is_data_and_is_resumed_within_an_epoch(tmp_path):
+    def loader():
+        pairs = [tuple(part[0] for part in Noise(size=1).read(0, n)) for n in range(12)]
+
+        def augmented(items):
+            images, labels = zip(*items, strict=True)
+            return torch.stack(images) + 0.1 * torch.randn(len(images), 1, 6, 6), torch.stack(labels)
+
+        return DataLoader(
+            pairs, batch_size=3, shuffle=True, collate_fn=augmented, generator=torch.Generator()
+        )
+
+    whole, resumed = task(), task()
+    train(whole, loader(), epochs=3, run=tmp_path / "whole")
+    with pytest.raises(Interrupted):
+        train(task(), loader(), epochs=3, run=tmp_path / "run", listeners=[Stop(7)])
+    train(resumed, loader(), epochs=3, run=tmp_path / "run", resume=True)
+    assert_same_weights(weights(whole), weights(resumed))
+    losses = [line["loss"] for line in log_of(tmp_path / "run")]
+    assert losses == [line["loss"] for line in log_of(tmp_path / "whole")] and len(set(losses)) == 12
+
+
+@pytest.mark.parametrize("data", [[], iter([1, 2]), 3])
+def test_data_without_a_length_or_a_batch_is_refused(data):
+    with pytest.raises(ShoestringError, match="has no length or no batch"):
+        train(task(), data, epochs=1)
+
+
+def test_the_callers_generators_are_left_alone():
+    small = task()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    train(small, Noise(), epochs=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# -- the budget -------------------------------------------------------------------------------------------
+def test_the_first_two_updates_are_measured_and_nothing_is_changed_by_it():
+    measured, plain = task(), task()
+    record = train(measured, Noise(), epochs=2, meter=measure_allocator)
+    train(plain, Noise(), epochs=2)
+    assert_same_weights(weights(measured), weights(plain))
+    state = sum(tensor.nbytes for tensor in weights(measured).values())
+    assert record.measured_peak_bytes == record.measured["peak_bytes"] > 2 * state
+
+
+def test_a_batch_larger_than_all_before_is_measured_too():
+    class Growing(Noise):
+        def read(self, epoch, number):
+            images, labels = super().read(epoch, number)
+            return images[: 2 + number], labels[: 2 + number]
+
+    calls = []
+
+    def meter(run, held):
+        calls.append(len(calls))
+        return measure_allocator(run, held)
+
+    one = train(task(), Growing(batches=5), epochs=3, meter=meter)
+    assert len(calls) == 5  # each of the first epoch, none of the others
+    assert (
+        one.measured_peak_bytes > train(task(), Growing(batches=2), epochs=1, meter=meter).measured_peak_bytes
+    )
+
+
+def test_a_step_over_the_budget_stops_the_run_after_it_was_measured(tmp_path):
+    with pytest.raises(
+        OverBudget, match=r"a step occupies .* \(measured, in .*\), and the budget is 1.000 KB"
+    ) as error:
+        train(task(), Noise(), epochs=2, budget_bytes=1000, meter=measure_allocator, run=tmp_path / "run")
+    assert error.value.exit_code == 3 and len(log_of(tmp_path / "run")) == 1
+
+
+def test_a_watch_stops_a_step_before_the_weights_change():
+    lean, used = task(), iter(range(0, 10**9, 1000))
+    before = {name: p.clone() for name, p in lean.model.named_parameters()}
+    with pytest.raises(OverBudget, match="seen at the start of backward"):
+        train(lean, Noise(), epochs=2, budget_bytes=500, watch=lambda: next(used))
+    assert all(torch.equal(before[name], p) for name, p in lean.model.named_parameters())
+
+
+@pytest.mark.parametrize("how", ["meter", "watch"])
+def test_a_run_over_its_budget_goes_on_from_the_same_update_when_replanned(tmp_path, how):
+    plans = []
+
+    def replan(lean, used_bytes):
+        plans.append(used_bytes)
+        return apply(task(model=lean.model), Plan(microbatch=2))
+
+    def watch():
+        return 10**6 if not plans and len(log_of(run)) == 7 else 0
+
+    def peak(plan):
+        return train(apply(task(), plan), Noise(), updates=2, meter=measure_allocator).measured_peak_bytes
+
+    run = tmp_path / "run"
+    if how == "meter":
+        budget = (peak(Plan()) + peak(Plan(microbatch=2))) // 2
+        limits = {"meter": measure_allocator, "budget_bytes": budget}
+    else:
+        limits = {"watch": watch, "budget_bytes": 10**5}
+    record = train(task(), Noise(), epochs=3, run=run, replan=replan, **limits)
+    assert [line["update"] for line in log_of(run)] == list(range(1, 16))
+    assert len(plans) == 1 and record.settings["techniques"] == {"microbatch": 2} and record.finished
+    assert json.loads((run / "plan.json").read_text())["microbatch"] == 2
+    again = apply(task(), Plan(microbatch=2))
+    train(again, Noise(), epochs=3, run=run, resume=True)
