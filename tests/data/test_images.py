@@ -19,10 +19,13 @@ from layouts import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import shoestring
 from shoestring.data import Augment, ImageBatches, on_images, open_images
 from shoestring.data.cifar import CLASSES
 from shoestring.data.pickles import read_pickle
 from shoestring.errors import ShoestringError
+from shoestring.techniques import microbatch
+from shoestring.training.step import Stepper
 
 
 def everything(split):
@@ -180,6 +183,21 @@ def test_augmentation_can_be_traced_on_fake_tensors():
         images = torch.empty(5, 3, 32, 32, dtype=torch.uint8)
         out = Augment((0.5,) * 3, (0.2,) * 3)(images, torch.zeros(5, 3, dtype=torch.int8))
     assert out.shape == (5, 3, 32, 32) and out.dtype == torch.float32
+
+
+def test_microbatches_of_bytes_train_as_a_batch_of_floats_would():
+    images = open_images(channels=3)
+    batches = ImageBatches(images.train, 8, Augment(images.mean, images.std), seed=0)
+    bytes_, labels, draws = batches.read(0, 0)
+    floats = batches.augment(bytes_, draws), labels
+    trained = []
+    for batch in ((bytes_, labels, draws), floats):
+        task = shoestring.builtin("wrn-10-1", batch=8)
+        loss = on_images(task.loss, batches.augment) if len(batch) == 3 else task.loss
+        task = microbatch.apply(task.with_(batch=batch, loss=loss), microbatch.Settings(3))
+        Stepper(task).step(batch)
+        trained.append(torch.nn.utils.parameters_to_vector(task.model.parameters()))
+    assert torch.equal(*trained)
 
 
 # What is refused

@@ -152,8 +152,8 @@ def test_the_little_language_is_learned_by_a_small_transformer():
     sizes = Settings(len(pairs.source), len(pairs.target), 128, 256, 4, (3, 7, 15), (3, 7, 15), dropout=0.1)
     model = DynamicConvTransformer(sizes)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, 0.98))
-    batches = token_batches(pairs.train, 2000, seed=0)
-    for epoch in range(8):
+    batches = token_batches(pairs.train, 1000, seed=0)
+    for epoch in range(5):
         for number in range(len(batches)):
             translation_loss(model, batches.read(epoch, number)[0]).backward()
             optimizer.step()
