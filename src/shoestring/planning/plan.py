@@ -34,7 +34,7 @@ class Plan:
     def techniques(self) -> dict[str, Any]:
         """The settings that change something, in the order in which they are applied."""
         values = {name: getattr(self, name) for name in TECHNIQUES}
-        return {name: value for name, value in values.items() if value not in (None, "none", "fp32", 100)}
+        return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}
 
     def with_(self, **changes: Any) -> "Plan":
         return replace(self, **changes)
@@ -60,4 +60,5 @@ class Plan:
         return cls(**record)
 
 
+NEUTRAL = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}  # values that ask for nothing
 TECHNIQUES = ("nonzero", "precision", "optimizer", "keep", "checkpoint", "microbatch")
