@@ -5,13 +5,13 @@ import json
 import os
 import platform
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from .. import __version__
 from ..errors import ShoestringError
 from .state import model_tensors
 
@@ -68,8 +68,8 @@ def read_record(path: Path) -> RunRecord:
 def environment() -> dict[str, Any]:
     """-> what a run's numbers may depend on besides its settings."""
     return {
-        "shoestring": __version__,
-        "torch": torch.__version__,
+        "shoestring": version("shoestring"),
+        "torch": torch.version("shoestring"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
