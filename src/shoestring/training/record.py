@@ -69,7 +69,7 @@ def environment() -> dict[str, Any]:
     """-> what a run's numbers may depend on besides its settings."""
     return {
         "shoestring": version("shoestring"),
-        "torch": torch.version("shoestring"),
+        "torch": torch.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
