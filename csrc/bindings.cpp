@@ -5,6 +5,8 @@ void bind_bitmask(nb::module_&);
 void bind_norm(nb::module_&);
 void bind_sparse_index(nb::module_&);
 void bind_sparse_conv(nb::module_&);
+void bind_conv(nb::module_&);
+void bind_conv_weight(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -20,4 +22,6 @@ NB_MODULE(CORE_NAME, m) {
   bind_norm(m);
   bind_sparse_index(m);
   bind_sparse_conv(m);
+  bind_conv(m);
+  bind_conv_weight(m);
 }

@@ -12,5 +12,8 @@ using Address = std::uintptr_t;  // tensor.data_ptr()
 template <class T>
 inline T* at(Address address) { return reinterpret_cast<T*>(address); }
 
+// The threads that some work deserves: below about 20 microseconds, waking them costs more than they save.
+inline int team(int threads, int64_t steps) { return steps < 1 << 15 ? 1 : threads; }
+
 // Every family adds its functions to the module; bindings.cpp calls them all.
 using Release = nb::call_guard<nb::gil_scoped_release>;

@@ -48,8 +48,8 @@ void each_strip(const Map& map, int64_t part, F body) {
 }
 
 template <class F>
-void each_part(int threads, F body) {
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
+void each_part(const Map& map, int threads, F body) {
+#pragma omp parallel for num_threads(team(threads, map.rows() * map.channels)) schedule(dynamic)
   for (int64_t part = 0; part < PARTS; ++part) body(part);
 }
 
@@ -95,7 +95,7 @@ template <class F>
 void sum_parts(const Map& map, double* totals, int threads, F sum) {
   const int64_t size = 2 * map.channels;
   std::fill(totals, totals + PARTS * size, 0.0);
-  each_part(threads, [&](int64_t part) { sum(part, totals + part * size); });
+  each_part(map, threads, [&](int64_t part) { sum(part, totals + part * size); });
   for (int64_t i = size; i < PARTS * size; ++i) totals[i % size] += totals[i];
 }
 
@@ -144,7 +144,7 @@ inline float shift_of(const float* beta, const float* mean, float scale, int64_t
 
 template <class T>
 void apply(const Map& map, const T* x, const float* scale, const float* shift, bool rectify, T* y, int threads) {
-  each_part(threads, [&](int64_t part) {
+  each_part(map, threads, [&](int64_t part) {
     each_strip(map, part, [&](const Strip& s) {
       const Vector a = spread(map, scale, s), b = spread(map, shift, s), floor = broadcast(rectify ? 0 : -INFINITY);
       along(s, [&](int64_t at, int lanes, int) {
@@ -213,7 +213,7 @@ template <class T>
 void run(const Backward<T>& b, double* totals, float* grad_gamma, float* grad_beta, int threads) {
   sum_parts(b.map, totals, threads, [&](int64_t part, double* own) { b.sum(part, own); });
   for (int64_t c = 0; c < b.map.channels; ++c) b.finish(c, totals, grad_gamma, grad_beta);
-  each_part(threads, [&](int64_t part) { b.apply(part); });
+  each_part(b.map, threads, [&](int64_t part) { b.apply(part); });
 }
 
 void fold(Address mean, Address invstd, Address gamma, Address beta, Address scale, Address shift, int64_t channels) {

@@ -127,7 +127,7 @@ def test_a_map_is_made_in_place():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_results_do_not_depend_on_the_number_of_threads(layout):
-    x, grad_y = make_map((7, 24, 9, 9), layout), make_map((7, 24, 9, 9), layout, seed=1)
+    x, grad_y = make_map((7, 24, 17, 17), layout), make_map((7, 24, 17, 17), layout, seed=1)
     before, results = torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
@@ -194,5 +194,5 @@ def test_maps_that_do_not_fit_are_refused():
         batch_norm_backward(x.half(), x, v, v)
     with pytest.raises(ShoestringError, match="one entry a channel"):
         batch_norm_apply(x, torch.ones(4), v)
-    with pytest.raises(ShoestringError, match="layout"):
+    with pytest.raises(ShoestringError, match="with gaps"):
         batch_norm_apply(x, v, v, out=torch.empty(2, 3, 4, 8)[..., ::2])

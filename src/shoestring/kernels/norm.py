@@ -16,25 +16,72 @@ from ..errors import ShoestringError
 from . import reference_norm
 from .core import core, threads
 from .define import define
-from .storage import address, code, dense, float32, layout, require_in_place, require_same
+from .storage import code, dense, float32, forms, layout, planar, require_in_place, require_same
 
 _PARTS = 8  # of csrc/norm.cpp: a map is summed in so many parts
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int, bool]:
     """Batch, channels, pixels, planar: the map as the core reads it."""
-    batch, channels = x.shape[:2]
     pixels = x[0, 0].numel()
-    return batch, channels, pixels, pixels > 1 and layout(x) == torch.contiguous_format
+    return x.shape[0], x.shape[1], pixels, pixels > 1 and planar(x)
+
+
+def _floats(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.float32)
 
 
 def _totals(x: Tensor) -> Tensor:
-    return torch.empty(_PARTS * 2 * x.shape[1], dtype=torch.float64, device=x.device)
+    return x.new_empty(_PARTS * 2 * x.shape[1], dtype=torch.float64)
 
 
-def _vector(x: Tensor) -> Tensor:
-    """Room for one number a channel."""
-    return x.new_empty(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+def _statistics(launch, x):
+    x = dense(x)
+    mean, variance, totals = _floats(x, x.shape[1]), _floats(x, x.shape[1]), _totals(x)
+    launch(core.batch_norm_statistics, x, code(x), *_sizes(x), mean, variance, totals, threads())
+    return mean, variance
+
+
+def _fold(launch, mean, invstd, gamma, beta):
+    mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
+    scale, shift = torch.empty_like(mean), torch.empty_like(mean)
+    launch(core.batch_norm_fold, mean, invstd, gamma, beta, scale, shift, mean.numel())
+    return scale, shift
+
+
+def _apply(launch, out, x, scale, shift, relu):
+    x, scale, shift = dense(x, layout(out)), float32(scale), float32(shift)
+    launch(core.batch_norm_apply, x, code(x), *_sizes(x), scale, shift, relu, out, threads())
+
+
+def _backward(launch, out, grad_y, x, mean, invstd, gamma, beta, relu, add):
+    form = layout(out)
+    grad_y, x, add = dense(grad_y, form), dense(x, form), add if add is None else dense(add, form)
+    mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
+    channels = x.shape[1]
+    grad_gamma, grad_beta, coefficients = _floats(x, channels), _floats(x, channels), _floats(x, 4 * channels)
+    read = (grad_y, x, code(x), *_sizes(x), mean, invstd, gamma, beta, relu, add)
+    written = (out, grad_gamma, grad_beta, coefficients, _totals(x))
+    launch(core.batch_norm_backward, *read, *written, threads())
+    return grad_gamma, grad_beta
+
+
+_statistics_op = define(
+    "batch_norm_statistics(Tensor x) -> (Tensor, Tensor)", **forms(_statistics, reference_norm.statistics)
+)
+_fold_op = define(
+    "batch_norm_fold(Tensor mean, Tensor invstd, Tensor? gamma, Tensor? beta) -> (Tensor, Tensor)",
+    **forms(_fold, reference_norm.fold),
+)
+_apply_op = define(
+    "batch_norm_apply(Tensor(a!) out, Tensor x, Tensor scale, Tensor shift, bool relu) -> ()",
+    **forms(_apply, reference_norm.apply),
+)
+_backward_op = define(
+    "batch_norm_backward(Tensor(a!) out, Tensor grad_y, Tensor x, Tensor mean, Tensor invstd, Tensor? gamma, "
+    "Tensor? beta, bool relu, Tensor? add) -> (Tensor, Tensor)",
+    **forms(_backward, reference_norm.backward),
+)
 
 
 def _check(x: Tensor, *vectors: Tensor | None) -> None:
@@ -46,105 +93,6 @@ def _check(x: Tensor, *vectors: Tensor | None) -> None:
                 f"batch norm of {x.shape[1]} channels got coefficients of shape {tuple(vector.shape)}: "
                 "pass one entry a channel"
             )
-
-
-def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dtype == torch.float64:
-        return reference_norm.statistics(x)
-    x = dense(x)
-    mean, variance, totals = _vector(x), _vector(x), _totals(x)
-    core.batch_norm_statistics(
-        address(x), code(x), *_sizes(x), address(mean), address(variance), address(totals), threads()
-    )
-    return mean, variance
-
-
-def _fake_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    x = dense(x)
-    _totals(x)
-    return _vector(x), _vector(x)
-
-
-def _fold(mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
-    if mean.dtype == torch.float64:
-        return reference_norm.fold(mean, invstd, gamma, beta)
-    mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
-    scale, shift = torch.empty_like(mean), torch.empty_like(mean)
-    core.batch_norm_fold(*(address(v) for v in (mean, invstd, gamma, beta, scale, shift)), mean.numel())
-    return scale, shift
-
-
-def _apply(out: Tensor, x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:
-    if x.dtype == torch.float64:
-        return reference_norm.apply(out, x, scale, shift, relu)
-    x, scale, shift = dense(x, layout(out)), float32(scale), float32(shift)
-    core.batch_norm_apply(
-        address(x), code(x), *_sizes(x), address(scale), address(shift), relu, address(out), threads()
-    )
-
-
-def _fake_apply(out: Tensor, x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:
-    dense(x, layout(out))
-
-
-def _backward(
-    out: Tensor,
-    grad_y: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    gamma: Tensor | None,
-    beta: Tensor | None,
-    relu: bool,
-    add: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    if x.dtype == torch.float64:
-        return reference_norm.backward(out, grad_y, x, mean, invstd, gamma, beta, relu, add)
-    form = layout(out)
-    grad_y, x, add = dense(grad_y, form), dense(x, form), add if add is None else dense(add, form)
-    mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
-    grad_gamma, grad_beta, totals = _vector(x), _vector(x), _totals(x)
-    coefficients = torch.empty(4 * x.shape[1])
-    statistics = (address(v) for v in (mean, invstd, gamma, beta))
-    rest = (address(v) for v in (add, out, grad_gamma, grad_beta, coefficients, totals))
-    core.batch_norm_backward(
-        address(grad_y), address(x), code(x), *_sizes(x), *statistics, relu, *rest, threads()
-    )
-    return grad_gamma, grad_beta
-
-
-def _fake_backward(out, grad_y, x, mean, invstd, gamma, beta, relu, add):
-    form = layout(out)
-    held = [dense(v, form) for v in (grad_y, x, add) if v is not None]
-    held += [_totals(x), x.new_empty(4 * x.shape[1], dtype=torch.float32)]
-    return _vector(x), _vector(x)
-
-
-_statistics_op = define(
-    "batch_norm_statistics(Tensor x) -> (Tensor, Tensor)",
-    twin=reference_norm.statistics,
-    fake=_fake_statistics,
-    compiled=_statistics,
-)
-_fold_op = define(
-    "batch_norm_fold(Tensor mean, Tensor invstd, Tensor? gamma, Tensor? beta) -> (Tensor, Tensor)",
-    twin=reference_norm.fold,
-    fake=lambda mean, invstd, gamma, beta: (torch.empty_like(mean), torch.empty_like(mean)),
-    compiled=_fold,
-)
-_apply_op = define(
-    "batch_norm_apply(Tensor(a!) out, Tensor x, Tensor scale, Tensor shift, bool relu) -> ()",
-    twin=reference_norm.apply,
-    fake=_fake_apply,
-    compiled=_apply,
-)
-_backward_op = define(
-    "batch_norm_backward(Tensor(a!) out, Tensor grad_y, Tensor x, Tensor mean, Tensor invstd, Tensor? gamma, "
-    "Tensor? beta, bool relu, Tensor? add) -> (Tensor, Tensor)",
-    twin=reference_norm.backward,
-    fake=_fake_backward,
-    compiled=_backward,
-)
 
 
 def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +119,7 @@ def batch_norm_apply(
     _check(x, scale, shift)
     require_same("batch_norm_apply", x, out=out)
     out = torch.empty_like(x) if out is None else out
-    require_in_place("batch_norm_apply", out, layout(out))
+    require_in_place("batch_norm_apply", out)
     _apply_op(out, x, scale, shift, relu)
     return out
 
@@ -196,6 +144,6 @@ def batch_norm_backward(
     _check(x, mean, invstd, gamma, beta)
     require_same("batch_norm_backward", x, grad_y=grad_y, add=add, out=out)
     out = torch.empty_like(x) if out is None else out
-    require_in_place("batch_norm_backward", out, layout(out))
+    require_in_place("batch_norm_backward", out)
     grad_gamma, grad_beta = _backward_op(out, grad_y, x, mean, invstd, gamma, beta, relu, add)
     return out, grad_gamma, grad_beta

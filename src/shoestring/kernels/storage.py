@@ -1,11 +1,13 @@
-"""How tensors reach the compiled kernels: storage codes, memory layouts and addresses."""
+"""How tensors reach the compiled kernels: storage codes, layouts, and one body for a kernel and its fake."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
+from .core import core
 
 # The storage types that kernels widen to FP32; the codes of csrc/vector.h.
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -14,10 +16,6 @@ CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 def code(x: Tensor) -> int:
     """A tensor's storage code in the compiled core."""
     return CODES[x.dtype]
-
-
-def address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def float32(x: Any) -> Any:
@@ -32,6 +30,11 @@ def layout(x: Tensor) -> torch.memory_format:
             if x.dim() == dimensions and x.is_contiguous(memory_format=last):
                 return last
     return torch.contiguous_format
+
+
+def planar(x: Tensor) -> bool:
+    """Whether a map's channels lie outside its pixels."""
+    return layout(x) == torch.contiguous_format
 
 
 def dense(x: Tensor, form: torch.memory_format | None = None) -> Tensor:
@@ -49,9 +52,38 @@ def require_same(what: str, x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def require_in_place(what: str, out: Tensor, form: torch.memory_format) -> None:
+def require_in_place(what: str, out: Tensor) -> None:
     """Refuses an output that cannot be written where it lies."""
-    if not out.is_contiguous(memory_format=form):
+    if not out.is_contiguous(memory_format=layout(out)):
         raise ShoestringError(
-            f"{what}: out has strides {tuple(out.stride())}, not x's layout: pass out=None or a tensor like x"
+            f"{what}: out has strides {tuple(out.stride())}, with gaps: pass None or a dense tensor"
         )
+
+
+def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
+    """A kernel's body, written once, and its twin -> the three forms that `define` takes.
+
+    `body(launch, *args)` allocates outputs and scratch and ends in launch(kernel, ...), where tensors stand
+    for their addresses. The compiled form runs the kernel there and the fake does not, so both allocate the
+    same bytes. Tensors that the core does not read (FP64, or another device's) take the twin in both.
+    """
+
+    def suits(args) -> bool:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        return core is not None and all(a.dtype != torch.float64 and a.device.type == "cpu" for a in tensors)
+
+    def compiled(*args):
+        return body(_run, *args) if suits(args) else twin(*args)
+
+    def fake(*args):
+        return body(_skip, *args) if suits(args) else twin(*args)
+
+    return {"twin": twin, "compiled": compiled, "fake": fake}
+
+
+def _run(kernel: Callable, *args) -> None:
+    kernel(*(0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in args))
+
+
+def _skip(kernel: Callable, *args) -> None:
+    pass

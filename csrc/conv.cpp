@@ -1,0 +1,291 @@
+// Dense convolution and its input gradient: one gathering of taps, over axes that differ.
+// Registers hold 6 pixels x 16 output channels over the whole sum: each step loads 16 weights and 6 source values
+// for 12 fused multiply-adds. Weights are packed into that order, a block of output channels at a time.
+#include "conv.h"
+
+#include <nanobind/stl/array.h>
+
+#include "core.h"
+
+using namespace conv;
+
+namespace {
+
+constexpr int PIXELS = 6, WIDE = 2 * LANES;
+constexpr int64_t LINE = 8 * PIXELS;  // pixels kept before they are written: whole tiles and whole vectors
+
+struct Run { int64_t offset, length; };  // values that lie together in a band
+
+// One pair of axes: its outputs, and the runs of the band that each of them sums.
+struct Pattern {
+  Axis y, x;
+  std::vector<Run> runs;
+};
+
+struct Gathering {
+  std::vector<Axis> ys, xs;
+  Span span_y, span_x;
+  Map source, out;
+  int64_t sources, outputs, groups, terms;  // channels of one group; weights of one output channel
+  int64_t stride_out, stride_in;            // of the weights, in whole kernels
+  int64_t kernel_y, kernel_x;
+
+  int64_t band_width() const {
+    int64_t count = 0;
+    for (const Axis& x : xs) count = std::max(count, x.count);
+    return span_x.reach(count, xs[0].source_step);
+  }
+  int64_t most_rows() const {
+    int64_t count = 0;
+    for (const Axis& y : ys) count = std::max(count, y.count);
+    return count;
+  }
+  int64_t band_rows(int64_t rows) const { return span_y.reach(rows, ys[0].source_step); }
+  int64_t band_floats(int64_t rows) const { return band_rows(rows) * band_width() * sources; }
+
+  std::vector<Pattern> patterns() const {
+    std::vector<Pattern> all;
+    for (const Axis& y : ys)
+      for (const Axis& x : xs) {
+        Pattern p{y, x, {}};
+        for (const Tap& ty : y.taps)
+          for (const Tap& tx : x.taps) {
+            const int64_t offset = ((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources;
+            if (!p.runs.empty() && p.runs.back().offset + p.runs.back().length == offset)
+              p.runs.back().length += sources;
+            else
+              p.runs.push_back({offset, sources});
+          }
+        if (p.runs.empty()) p.runs.push_back({0, 0});  // a position that no tap reaches: its sum is zero
+        all.push_back(p);
+      }
+    return all;
+  }
+};
+
+Gathering gathering(const Geometry& g, bool backward, bool planar_source, bool planar_out) {
+  const int64_t in = g.in_channels / g.groups, out = g.out_channels / g.groups;
+  Gathering r;
+  if (backward) {
+    r.ys = backward_axes(g.height, g.kernel_y, g.stride_y, g.padding_y, g.dilation_y);
+    r.xs = backward_axes(g.width, g.kernel_x, g.stride_x, g.padding_x, g.dilation_x);
+  } else {
+    r.ys = {forward_axis(g.out_height, g.kernel_y, g.stride_y, g.padding_y, g.dilation_y)};
+    r.xs = {forward_axis(g.out_width, g.kernel_x, g.stride_x, g.padding_x, g.dilation_x)};
+  }
+  r.span_y = span_of(r.ys), r.span_x = span_of(r.xs);
+  r.source = backward ? g.output(planar_source) : g.input(planar_source);
+  r.out = backward ? g.input(planar_out) : g.output(planar_out);
+  r.sources = backward ? out : in, r.outputs = backward ? in : out, r.groups = g.groups;
+  r.terms = r.sources * g.kernel_y * g.kernel_x;
+  r.stride_out = backward ? 1 : in, r.stride_in = backward ? in : 1;
+  r.kernel_y = g.kernel_y, r.kernel_x = g.kernel_x;
+  return r;
+}
+
+// Sums for P pixels and V vectors of output channels.
+template <int P, int V>
+void sum_tile(const float* const* pixels, const std::vector<Run>& runs, const float* weights, float* out) {
+  Vector sum[P][V] = {};
+  const Run *run = runs.data(), *end = run + runs.size();
+  do {
+    const float* x[P];
+    for (int p = 0; p < P; ++p) x[p] = pixels[p] + run->offset;
+    for (int64_t k = 0; k < run->length; ++k, weights += V * LANES) {
+      Vector w[V];
+      for (int v = 0; v < V; ++v) w[v] = load(weights + v * LANES);
+      for (int p = 0; p < P; ++p)
+        for (int v = 0; v < V; ++v) sum[p][v] += w[v] * x[p][k];
+    }
+  } while (++run != end);
+  for (int p = 0; p < P; ++p)
+    for (int v = 0; v < V; ++v) store(out + p * WIDE + v * LANES, sum[p][v]);
+}
+
+using Tile = void (*)(const float* const*, const std::vector<Run>&, const float*, float*);
+constexpr Tile TILES[2][PIXELS] = {
+    {sum_tile<1, 1>, sum_tile<2, 1>, sum_tile<3, 1>, sum_tile<4, 1>, sum_tile<5, 1>, sum_tile<6, 1>},
+    {sum_tile<1, 2>, sum_tile<2, 2>, sum_tile<3, 2>, sum_tile<4, 2>, sum_tile<5, 2>, sum_tile<6, 2>}};
+
+inline int vectors(int64_t channels) { return channels > LANES ? 2 : 1; }
+
+// Where the packed weights of each kernel element begin, in numbers of taps: patterns one after another, each in
+// the order in which it sums. A kernel element serves one pattern at most.
+std::vector<int64_t> tap_order(const Gathering& g) {
+  std::vector<int64_t> order(g.kernel_y * g.kernel_x, -1);
+  int64_t next = 0;
+  for (const Axis& y : g.ys)
+    for (const Axis& x : g.xs)
+      for (const Tap& ty : y.taps)
+        for (const Tap& tx : x.taps) order[ty.k * g.kernel_x + tx.k] = next++;
+  return order;
+}
+
+// The weights of up to WIDE output channels, [tap][source channel][output channel]. Output channels lie stride_out
+// kernels apart; along one of them `extent` weights lie together, which are read and turned eight by eight.
+template <class T>
+void pack(const Gathering& g, const std::vector<int64_t>& order, const T* weight, int64_t channels, float* to) {
+  const int64_t wide = vectors(channels) * LANES, kernel = g.kernel_y * g.kernel_x;
+  const int64_t extent = g.stride_in == 1 ? g.terms : kernel, sources = extent / kernel;
+  for (int64_t first = 0; first < g.sources; first += sources)
+    for (int64_t o = 0; o < wide; o += LANES) {
+      int64_t tap = 0, source = first;
+      for (int64_t j = 0; j < extent; j += LANES) {
+        const int few = static_cast<int>(std::min<int64_t>(LANES, extent - j));
+        Square square = {};
+        for (int k = 0; k < LANES && o + k < channels; ++k)
+          square[k] = load_part(weight + ((o + k) * g.stride_out + first * g.stride_in) * kernel + j, few);
+        transpose(square);
+        for (int k = 0; k < few; ++k) {
+          if (order[tap] >= 0) store(to + (order[tap] * g.sources + source) * wide + o, square[k]);
+          if (++tap == kernel) ++source, tap = 0;
+        }
+      }
+    }
+}
+
+// Walks over a pattern's outputs in order: a division for each would cost as much as a tile's sums.
+struct Cursor {
+  int64_t y, x, width;
+  Cursor(int64_t number, int64_t width_) : y(number / width_), x(number % width_), width(width_) {}
+  void next() {
+    if (++x == width) ++y, x = 0;
+  }
+};
+
+// Writes sums [count][WIDE] of up to 8 channels to a pattern's outputs, from number `first` on.
+template <class T>
+void write_line(const Map& map, const Pattern& p, int64_t n, int64_t channel, int lanes, int64_t first, int64_t count,
+                const float* sums, Vector bias, T* out) {
+  const int64_t plane = map.height * map.width;
+  const bool together = p.x.step == 1 && p.y.step == 1;  // then outputs lie in the order of their numbers
+  if (together && map.planar) {
+    T* to = out + map.at(n, channel, 0, 0) + first;
+    for (int64_t i = 0; i < count; i += LANES) {
+      const int few = static_cast<int>(std::min<int64_t>(LANES, count - i));
+      Square square;
+      for (int k = 0; k < LANES; ++k) square[k] = k < few ? load(sums + (i + k) * WIDE) + bias : bias;
+      transpose(square);
+      for (int c = 0; c < lanes; ++c) store_part(to + c * plane + i, square[c], few);
+    }
+  } else if (together) {
+    T* to = out + map.at(n, channel, 0, 0) + first * map.channels;
+    for (int64_t i = 0; i < count; ++i) store_part(to + i * map.channels, load(sums + i * WIDE) + bias, lanes);
+  } else {
+    Cursor cursor(first, p.x.count);
+    for (int64_t i = 0; i < count; ++i, cursor.next()) {
+      T narrow[LANES];
+      T* to = out + map.at(n, channel, p.y.start + cursor.y * p.y.step, p.x.start + cursor.x * p.x.step);
+      store(narrow, load(sums + i * WIDE) + bias);
+      for (int c = 0; c < lanes; ++c) to[c * (map.planar ? plane : 1)] = narrow[c];
+    }
+  }
+}
+
+template <class T>
+struct Work {
+  Gathering g;
+  std::vector<Pattern> patterns;
+  Source<T> source;
+  const float* bias;  // or null
+  T* out;
+  int64_t rows;  // of each pattern, from one band
+
+  // Output channels [first, first + channels), at most WIDE, of the rows from `row` on.
+  void sum_rows(const Band& band, int64_t n, int64_t row, int64_t first, int64_t channels, const float* weights) const {
+    const int V = vectors(channels);
+    for (const Pattern& p : patterns) {
+      const int64_t begin = row * p.x.count, end = std::min(row + rows, p.y.count) * p.x.count;
+      for (int64_t line = begin; line < end; line += LINE) {
+        alignas(32) float sums[LINE * WIDE];
+        const int64_t count = std::min(LINE, end - line);
+        Cursor cursor(line, p.x.count);
+        for (int64_t i = 0; i < count; i += PIXELS) {
+          const int few = static_cast<int>(std::min<int64_t>(PIXELS, count - i));
+          const float* pixels[PIXELS];
+          for (int k = 0; k < few; ++k, cursor.next())
+            pixels[k] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
+          TILES[V - 1][few - 1](pixels, p.runs, weights, sums + i * WIDE);
+        }
+        for (int v = 0; v < V; ++v) {
+          const int64_t channel = first + v * LANES;
+          const int lanes = static_cast<int>(std::min<int64_t>(LANES, channels - v * LANES));
+          const Vector add = bias ? load_part(bias + channel, lanes) : Vector{};
+          write_line(g.out, p, n, channel, lanes, line, count, sums + v * LANES, add, out);
+        }
+      }
+      for (const Run& run : p.runs) weights += run.length * V * LANES;
+    }
+  }
+
+  // Channels [first, first + channels) of the output from weights packed [WIDE at a time][terms][WIDE].
+  void run(int64_t group, int64_t first, int64_t channels, const float* packed, float* bands, int threads) const {
+    const int64_t pieces = (g.most_rows() + rows - 1) / rows, size = g.band_floats(rows);
+    const int64_t steps = g.out.batch * g.out.height * g.out.width * g.terms * channels / WIDE;
+#pragma omp parallel for num_threads(team(threads, steps)) schedule(dynamic)
+    for (int64_t item = 0; item < g.out.batch * pieces; ++item) {
+      const int64_t n = item / pieces, row = item % pieces * rows, step = g.ys[0].source_step;
+      const Band band{bands + omp_get_thread_num() * size, row * step + g.span_y.first,
+                      g.band_rows(std::min(rows, g.most_rows() - row)), g.span_x.first, g.band_width(),
+                      group * g.sources, g.sources, g.sources};
+      for (int64_t i = 0; i < band.rows; ++i) fill_row(source, n, band, i);
+      for (int64_t c = 0; c < channels; c += WIDE)
+        sum_rows(band, n, row, first + c, std::min<int64_t>(WIDE, channels - c), packed + c * g.terms);
+    }
+  }
+};
+
+template <class T>
+void pack_block(const Gathering& g, const T* weight, int64_t channels, float* packed, int threads) {
+  const std::vector<int64_t> order = tap_order(g);
+#pragma omp parallel for num_threads(team(threads, channels * g.terms))
+  for (int64_t c = 0; c < channels; c += WIDE)
+    pack(g, order, weight + c * g.stride_out * g.kernel_y * g.kernel_x, std::min<int64_t>(WIDE, channels - c),
+         packed + c * g.terms);
+}
+
+int64_t wide(int64_t channels) { return (channels + WIDE - 1) / WIDE * WIDE; }
+}  // namespace
+
+// The block of output channels and the rows that a budget of scratch bytes allows -> {block, rows, floats}.
+// Six tenths hold weights; each thread's band has its share of the rest. Never less than 16 channels and one row.
+static std::array<int64_t, 3> conv_plan(const Sizes& sizes, bool backward, int64_t budget, int threads) {
+  const Gathering g = gathering(Geometry(sizes), backward, true, true);
+  const int64_t floats = budget / sizeof(float);
+  const int64_t most = std::max<int64_t>(WIDE, floats * 6 / 10 / std::max<int64_t>(1, g.terms) / WIDE * WIDE);
+  const int64_t blocks = (g.outputs + most - 1) / most;
+  const int64_t block = wide((g.outputs + blocks - 1) / blocks), left = (floats - block * g.terms) / threads;
+  int64_t rows = g.most_rows();
+  while (rows > 1 && g.band_floats(rows) > left) rows = (rows + 1) / 2;
+  return {block, rows, block * g.terms + threads * g.band_floats(rows)};
+}
+
+// y = conv(x) (x passed through scale, shift and ReLU if given) or, backward, grad_x from grad_y.
+static void conv_gather(const Sizes& sizes, bool backward, Address source, bool planar_source, Address scale,
+                        Address shift, bool rectify, Address weight, int weight_storage, Address bias, Address out,
+                        bool planar_out, int storage, int64_t block, int64_t rows, Address scratch, int threads) {
+  const Geometry geometry(sizes);
+  const Gathering g = gathering(geometry, backward, planar_source, planar_out);
+  float *packed = at<float>(scratch), *bands = packed + block * g.terms;
+  with_storage(storage, [&](auto type) {
+    using T = decltype(type);
+    const Source<T> from{g.source, at<T>(source), at<float>(scale), at<float>(shift), rectify};
+    const Work<T> work{g, g.patterns(), from, at<float>(bias), at<T>(out), rows};
+    for (int64_t group = 0; group < g.groups; ++group)
+      for (int64_t first = 0; first < g.outputs; first += block) {
+        const int64_t channels = std::min(block, g.outputs - first);
+        // The weights of a group lie together: all of them are outputs x sources kernels.
+        const int64_t from_kernel = group * g.outputs * g.sources + first * g.stride_out;
+        with_storage(weight_storage, [&](auto weight_type) {
+          const auto* w = at<decltype(weight_type)>(weight) + from_kernel * g.kernel_y * g.kernel_x;
+          pack_block(g, w, channels, packed, threads);
+        });
+        work.run(group, group * g.outputs + first, channels, packed, bands, threads);
+      }
+  });
+}
+
+void bind_conv(nb::module_& m) {
+  m.def("conv_plan", &conv_plan, Release());
+  m.def("conv_gather", &conv_gather, Release());
+}

@@ -1,0 +1,207 @@
+// The weight gradient of a dense convolution: dW[o][i][k] = sum over samples and outputs of dy[o] x[i, at tap k].
+// Registers hold 6 pairs (tap, input channel) x 16 output channels over the outputs of a band: each output loads 16
+// gradients and 6 source values for 12 fused multiply-adds. A block of output channels is summed over the whole
+// batch in FP32 before it is rounded to the storage of the gradient.
+#include "conv.h"
+
+#include <nanobind/stl/array.h>
+
+#include "core.h"
+
+using namespace conv;
+
+namespace {
+
+constexpr int PAIRS = 6, WIDE = 2 * LANES;
+constexpr int64_t ENOUGH = 256;  // outputs that pay for loading and storing the sums
+
+struct Correlation {
+  Axis y, x;
+  Span span_y, span_x;
+  Map source, grad;
+  int64_t sources, outputs, terms;  // channels of one group; weights of one output channel
+  int64_t samples, rows;            // whose outputs are summed from one band
+
+  int64_t band_width() const { return span_x.reach(x.count, x.source_step); }
+  int64_t band_rows() const { return span_y.reach(rows, y.source_step); }
+  int64_t band_floats() const { return samples * band_rows() * band_width() * sources; }
+  int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
+
+  std::vector<int64_t> offsets() const {  // of each pair in the band: [tap y][tap x][source channel]
+    std::vector<int64_t> all;
+    for (const Tap& ty : y.taps)
+      for (const Tap& tx : x.taps)
+        for (int64_t i = 0; i < sources; ++i)
+          all.push_back(((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources + i);
+    return all;
+  }
+};
+
+Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int64_t samples, int64_t rows) {
+  Correlation c;
+  c.y = forward_axis(g.out_height, g.kernel_y, g.stride_y, g.padding_y, g.dilation_y);
+  c.x = forward_axis(g.out_width, g.kernel_x, g.stride_x, g.padding_x, g.dilation_x);
+  c.span_y = span_of({c.y}), c.span_x = span_of({c.x});
+  c.source = g.input(planar_x), c.grad = g.output(planar_grad);
+  c.sources = g.in_channels / g.groups, c.outputs = g.out_channels / g.groups;
+  c.terms = c.sources * g.kernel_y * g.kernel_x;
+  c.samples = samples, c.rows = rows;
+  return c;
+}
+
+// The outputs of a band, and the steps between samples, rows and pixels of the source.
+struct Outputs { int64_t samples, rows, width, sample_step, row_step, step; };
+
+// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE].
+template <int P, int V>
+void sum_pairs(const float* x, const int64_t* offsets, const float* grad, const Outputs& outputs, float* sums) {
+  Vector sum[P][V] = {};
+  const float* pair[P];
+  for (int p = 0; p < P; ++p) pair[p] = x + offsets[p];
+  for (int64_t sample = 0; sample < outputs.samples; ++sample)
+    for (int64_t row = 0; row < outputs.rows; ++row) {
+      int64_t at = sample * outputs.sample_step + row * outputs.row_step;
+      for (int64_t i = 0; i < outputs.width; ++i, at += outputs.step, grad += WIDE) {
+        Vector g[V];
+        for (int v = 0; v < V; ++v) g[v] = load(grad + v * LANES);
+        for (int p = 0; p < P; ++p)
+          for (int v = 0; v < V; ++v) sum[p][v] += g[v] * pair[p][at];
+      }
+    }
+  for (int p = 0; p < P; ++p)
+    for (int v = 0; v < V; ++v) store(sums + p * WIDE + v * LANES, load(sums + p * WIDE + v * LANES) + sum[p][v]);
+}
+
+using Tile = void (*)(const float*, const int64_t*, const float*, const Outputs&, float*);
+constexpr Tile TILES[2][PAIRS] = {
+    {sum_pairs<1, 1>, sum_pairs<2, 1>, sum_pairs<3, 1>, sum_pairs<4, 1>, sum_pairs<5, 1>, sum_pairs<6, 1>},
+    {sum_pairs<1, 2>, sum_pairs<2, 2>, sum_pairs<3, 2>, sum_pairs<4, 2>, sum_pairs<5, 2>, sum_pairs<6, 2>}};
+
+template <class T>
+struct Work {
+  Correlation c;
+  Source<T> source, grad;
+  std::vector<int64_t> offsets;
+
+  // Fills row i of a sample: of the source's band, or of the gradient's, [16 channels at a time][output][16].
+  void fill(const Band& band, const Band& grads, int64_t n, int64_t i) const {
+    if (i < band.rows) return fill_row(source, n, band, i);
+    const int64_t row = (i - band.rows) % grads.rows, wide = (i - band.rows) / grads.rows;
+    Band part = grads;
+    part.data += wide * c.grad_floats();
+    part.channel += wide * WIDE;
+    part.channels = std::min<int64_t>(WIDE, grads.channels - wide * WIDE);
+    fill_row(grad, n, part, row);
+  }
+
+  // Adds the products of some tasks, each 6 pairs of 16 output channels, over all outputs of the bands.
+  void sum_tasks(const Band& band, const Band& grads, int64_t samples, int64_t begin, int64_t end, float* sums) const {
+    const int64_t pieces = (c.terms + PAIRS - 1) / PAIRS, row = band.width * band.stride;
+    const Outputs outputs{samples, grads.rows, grads.width, band.rows * row, c.y.source_step * row,
+                          c.x.source_step * band.stride};
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t wide = task / pieces, pair = task % pieces * PAIRS;
+      const int few = static_cast<int>(std::min<int64_t>(PAIRS, c.terms - pair));
+      const int vectors = grads.channels - wide * WIDE > LANES ? 2 : 1;
+      TILES[vectors - 1][few - 1](band.data, &offsets[pair], grads.data + wide * c.grad_floats(), outputs,
+                                  sums + (wide * c.terms + pair) * WIDE);
+    }
+  }
+
+  // The sums of output channels [first, first + channels) of a group: [16 at a time][pair][16].
+  void run(int64_t group, int64_t first, int64_t channels, float* sums, float* grads, float* bands, int threads) const {
+    const int64_t wides = (channels + WIDE - 1) / WIDE, tasks = wides * ((c.terms + PAIRS - 1) / PAIRS);
+    std::fill(sums, sums + wides * c.terms * WIDE, 0.0f);
+    std::fill(grads, grads + wides * c.grad_floats(), 0.0f);  // lanes without a channel stay zero
+    const int64_t steps = c.source.batch * c.y.count * c.x.count * c.terms * wides;
+#pragma omp parallel num_threads(team(threads, steps))
+    for (int64_t n = 0; n < c.source.batch; n += c.samples)
+      for (int64_t row = 0; row < c.y.count; row += c.rows) {
+        const int64_t samples = std::min(c.samples, c.source.batch - n), rows = std::min(c.rows, c.y.count - row);
+        const Band band{bands, row * c.y.source_step + c.span_y.first, c.span_y.reach(rows, c.y.source_step),
+                        c.span_x.first, c.band_width(), group * c.sources, c.sources, c.sources};
+        const Band grad_band{grads, row, rows, 0, c.x.count, first, channels, WIDE};
+        const int64_t fills = band.rows + wides * rows;
+#pragma omp for
+        for (int64_t i = 0; i < samples * fills; ++i) {
+          Band one = band, grad_one = grad_band;
+          one.data += i / fills * band.rows * band.width * band.stride;
+          grad_one.data += i / fills * rows * c.x.count * WIDE;
+          fill(one, grad_one, n + i / fills, i % fills);
+        }
+        const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
+        sum_tasks(band, grad_band, samples, tasks * me / all, tasks * (me + 1) / all, sums);
+#pragma omp barrier
+      }
+  }
+
+  // Rounds (or adds) the sums of `channels` output channels to their weights [channel][source channel][tap],
+  // turned eight by eight.
+  template <class W>
+  void finish(const float* sums, int64_t channels, bool accumulate, W* out, int threads) const {
+    const int64_t taps = c.terms / c.sources;
+#pragma omp parallel for num_threads(team(threads, channels * c.terms))
+    for (int64_t o = 0; o < channels; o += LANES) {
+      const float* from = sums + o / WIDE * c.terms * WIDE + o % WIDE;
+      int64_t tap = 0, source_ = 0;
+      for (int64_t j = 0; j < c.terms; j += LANES) {
+        const int few = static_cast<int>(std::min<int64_t>(LANES, c.terms - j));
+        Square square = {};
+        for (int k = 0; k < few; ++k) {
+          square[k] = load(from + (tap * c.sources + source_) * WIDE);
+          if (++tap == taps) ++source_, tap = 0;
+        }
+        transpose(square);
+        for (int64_t k = 0; k < LANES && o + k < channels; ++k) {
+          W* to = out + (o + k) * c.terms + j;
+          store_part(to, accumulate ? load_part(to, few) + square[k] : square[k], few);
+        }
+      }
+    }
+  }
+};
+}  // namespace
+
+// What a budget of scratch bytes allows -> {block of output channels, samples, rows, floats}. Six tenths hold sums;
+// the bands of the source and of the gradient share the rest. At least 16 channels and one row of one sample.
+static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budget) {
+  Correlation c = correlation(Geometry(sizes), true, true, 1, 1);
+  const int64_t floats = budget / static_cast<int64_t>(sizeof(float));
+  const int64_t most = std::max<int64_t>(1, floats * 6 / 10 / c.terms / WIDE), all = (c.outputs + WIDE - 1) / WIDE;
+  const int64_t blocks = (all + most - 1) / most, wides = (all + blocks - 1) / blocks;
+  const auto need = [&](int64_t samples, int64_t rows) {
+    c.samples = samples, c.rows = rows;
+    return wides * (c.terms * WIDE + c.grad_floats()) + c.band_floats();
+  };
+  int64_t samples = 1, rows = c.y.count;
+  while (rows > 1 && need(1, rows) > floats) rows = (rows + 1) / 2;
+  while (samples < c.source.batch && samples * rows * c.x.count < ENOUGH && need(samples + 1, rows) <= floats) ++samples;
+  return {wides * WIDE, samples, rows, need(samples, rows)};
+}
+
+static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_grad, Address x, bool planar_x,
+                                 Address scale, Address shift, bool rectify, int storage, Address out,
+                                 int out_storage, bool accumulate, int64_t block, int64_t samples, int64_t rows,
+                                 Address scratch, int threads) {
+  const Geometry geometry(sizes);
+  const Correlation c = correlation(geometry, planar_x, planar_grad, samples, rows);
+  float *sums = at<float>(scratch), *grads = sums + block * c.terms, *bands = grads + block / WIDE * c.grad_floats();
+  with_storage(storage, [&](auto type) {
+    using T = decltype(type);
+    const Work<T> work{c, {c.source, at<T>(x), at<float>(scale), at<float>(shift), rectify},
+                       {c.grad, at<T>(grad), nullptr, nullptr, false}, c.offsets()};
+    for (int64_t group = 0; group < geometry.groups; ++group)
+      for (int64_t first = 0; first < c.outputs; first += block) {
+        const int64_t channels = std::min(block, c.outputs - first), channel = group * c.outputs + first;
+        work.run(group, channel, channels, sums, grads, bands, threads);
+        with_storage(out_storage, [&](auto out_type) {
+          work.finish(sums, channels, accumulate, at<decltype(out_type)>(out) + channel * c.terms, threads);
+        });
+      }
+  });
+}
+
+void bind_conv_weight(nb::module_& m) {
+  m.def("conv_weight_plan", &conv_weight_plan, Release());
+  m.def("conv_weight_gradient", &conv_weight_gradient, Release());
+}

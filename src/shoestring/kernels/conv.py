@@ -1,0 +1,211 @@
+"""Dense convolution whose scratch is bounded: forward, input gradient, and weight gradient added in place.
+
+Maps are [N, C, H, W], contiguous or channels_last, in FP32, FP16 or BF16; arithmetic is FP32, and
+FP64 runs the twin. A few rows of a sample at a time are widened to FP32, so no map is ever copied whole and a
+16-bit convolution costs what an FP32 one does. On its way into that scratch a map may pass a batch norm and a
+ReLU (x scale + shift for each channel), whose output is then never stored:
+
+    y = conv_forward(x, weight, padding=1, scale=scale, shift=shift, relu=True)
+    conv_weight_gradient(grad_y, x, weight.shape, padding=1, scale=scale, shift=shift, relu=True, out=grad)
+    grad_of_what_was_convolved = conv_input_gradient(grad_y, weight, x.shape, padding=1)
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ShoestringError
+from . import reference_conv
+from .core import core, threads
+from .define import define
+from .storage import code, dense, float32, forms, planar, require_in_place
+
+Size = int | Sequence[int]
+SCRATCH_BYTES = 384 * 1024  # of packed weights and FP32 rows, unless one row of 16 channels needs more
+
+
+def _sizes(x_shape, weight_shape, y_shape, stride, padding, dilation, groups) -> list[int]:
+    """The sizes of csrc/conv.h's Geometry, in its order."""
+    return [*x_shape, *y_shape[1:], *weight_shape[2:], *stride, *padding, *dilation, groups]
+
+
+def _gather(launch, backward, out, source, weight, bias, sizes, scale, shift, relu, scratch_bytes):
+    """The kernel of the forward pass and, with the roles of the maps exchanged, of the input gradient."""
+    source, weight = dense(source), weight.contiguous()
+    scale, shift, bias = float32(scale), float32(shift), float32(bias)
+    block, rows, floats = core.conv_plan(sizes, backward, scratch_bytes, threads())
+    scratch = source.new_empty(floats, dtype=torch.float32)
+    read = (source, planar(source), scale, shift, relu, weight, code(weight), bias)
+    launch(
+        core.conv_gather, sizes, backward, *read, out, planar(out), code(out), block, rows, scratch, threads()
+    )
+
+
+def _forward(
+    launch, out, x, weight, bias, stride, padding, dilation, groups, scale, shift, relu, scratch_bytes
+):
+    sizes = _sizes(x.shape, weight.shape, out.shape, stride, padding, dilation, groups)
+    _gather(launch, False, out, x, weight, bias, sizes, scale, shift, relu, scratch_bytes)
+
+
+def _input_gradient(launch, out, grad_y, weight, stride, padding, dilation, groups, scratch_bytes):
+    sizes = _sizes(out.shape, weight.shape, grad_y.shape, stride, padding, dilation, groups)
+    _gather(launch, True, out, grad_y, weight, None, sizes, None, None, False, scratch_bytes)
+
+
+def _weight_gradient(
+    launch, out, grad_y, x, stride, padding, dilation, groups, scale, shift, relu, accumulate, scratch_bytes
+):
+    grad_y, x, scale, shift = dense(grad_y), dense(x), float32(scale), float32(shift)
+    sizes = _sizes(x.shape, out.shape, grad_y.shape, stride, padding, dilation, groups)
+    *plan, floats = core.conv_weight_plan(sizes, scratch_bytes)
+    scratch = x.new_empty(floats, dtype=torch.float32)
+    read = (grad_y, planar(grad_y), x, planar(x), scale, shift, relu, code(x))
+    launch(core.conv_weight_gradient, sizes, *read, out, code(out), accumulate, *plan, scratch, threads())
+
+
+_SETTINGS = "int[] stride, int[] padding, int[] dilation, int groups"
+_PROLOGUE = "Tensor? scale, Tensor? shift, bool relu"
+_forward_op = define(
+    f"conv_forward(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, {_SETTINGS}, {_PROLOGUE}, "
+    "int scratch_bytes) -> ()",
+    **forms(_forward, reference_conv.forward),
+)
+_input_gradient_op = define(
+    f"conv_input_gradient(Tensor(a!) out, Tensor grad_y, Tensor weight, {_SETTINGS}, "
+    "int scratch_bytes) -> ()",
+    **forms(_input_gradient, reference_conv.input_gradient),
+)
+_weight_gradient_op = define(
+    f"conv_weight_gradient(Tensor(a!) out, Tensor grad_y, Tensor x, {_SETTINGS}, {_PROLOGUE}, "
+    "bool accumulate, int scratch_bytes) -> ()",
+    **forms(_weight_gradient, reference_conv.weight_gradient),
+)
+
+
+def _settings(stride: Size, padding: Size, dilation: Size, groups: int) -> tuple:
+    pairs = ([v, v] if isinstance(v, int) else [int(e) for e in v] for v in (stride, padding, dilation))
+    return (*pairs, groups)
+
+
+def _output_shape(x_shape, weight_shape, stride, padding, dilation, groups) -> list[int]:
+    """The shape of y; refuses what cannot be convolved."""
+    if len(x_shape) != 4 or len(weight_shape) != 4:
+        raise ShoestringError(
+            f"a map {tuple(x_shape)} and a weight {tuple(weight_shape)} need 4 dimensions each: "
+            "other convolutions stay PyTorch's"
+        )
+    if x_shape[1] != weight_shape[1] * groups or weight_shape[0] % groups:
+        raise ShoestringError(
+            f"a weight {tuple(weight_shape)} in {groups} groups reads {weight_shape[1] * groups} channels, "
+            f"but the map is {tuple(x_shape)}: check weight and groups"
+        )
+    pixels = [
+        (size + 2 * p - d * (k - 1) - 1) // s + 1
+        for size, k, s, p, d in zip(x_shape[2:], weight_shape[2:], stride, padding, dilation, strict=True)
+    ]
+    if min(pixels) < 1 or x_shape[0] < 1:
+        raise ShoestringError(
+            f"a weight {tuple(weight_shape)} over a map {tuple(x_shape)} gives no output: "
+            "check kernel, stride, padding and batch"
+        )
+    return [x_shape[0], weight_shape[0], *pixels]
+
+
+def _require(name: str, got: Tensor | None, shape: Sequence[int], dtype: torch.dtype | None = None) -> None:
+    if got is not None and (list(got.shape) != list(shape) or dtype not in (None, got.dtype)):
+        raise ShoestringError(
+            f"{name} is {got.dtype} {tuple(got.shape)}, not {dtype or got.dtype} {tuple(shape)}: "
+            "check the convolution's shapes and settings"
+        )
+
+
+def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
+    form = torch.contiguous_format if planar(like) else torch.channels_last
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
+
+
+def conv_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    relu: bool = False,
+    out: Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Tensor:
+    """A map and a weight -> conv(r) + bias, stored like x; r = x scale + shift, rectified if asked.
+
+    Zeros of the padding surround r, not x. Results do not depend on threads or scratch_bytes.
+    """
+    settings = _settings(stride, padding, dilation, groups)
+    shape = _output_shape(x.shape, weight.shape, *settings)
+    _require("scale", scale, [x.shape[1]])
+    _require("shift", shift, [x.shape[1]])
+    _require("bias", bias, [shape[1]])
+    _require("out", out, shape, x.dtype)
+    out = _empty(x, shape) if out is None else out
+    require_in_place("conv_forward", out)
+    _forward_op(out, x, weight, bias, *settings, scale, shift, relu, scratch_bytes)
+    return out
+
+
+def conv_input_gradient(
+    grad_y: Tensor,
+    weight: Tensor,
+    x_shape: Sequence[int],
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    *,
+    out: Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Tensor:
+    """The gradient of y, the weight and x's shape -> the gradient of what was convolved, like grad_y."""
+    settings = _settings(stride, padding, dilation, groups)
+    _require("grad_y", grad_y, _output_shape(x_shape, weight.shape, *settings))
+    _require("out", out, x_shape, grad_y.dtype)
+    out = _empty(grad_y, x_shape) if out is None else out
+    require_in_place("conv_input_gradient", out)
+    _input_gradient_op(out, grad_y, weight, *settings, scratch_bytes)
+    return out
+
+
+def conv_weight_gradient(
+    grad_y: Tensor,
+    x: Tensor,
+    weight_shape: Sequence[int],
+    stride: Size = 1,
+    padding: Size = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    *,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    relu: bool = False,
+    out: Tensor | None = None,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> Tensor:
+    """The gradient of y and the forward pass's map -> the gradient of the weight, added to `out` if given.
+
+    Sums over the batch are FP32 and are rounded once, to out's dtype (x's by default).
+    """
+    settings = _settings(stride, padding, dilation, groups)
+    _require("grad_y", grad_y, _output_shape(x.shape, weight_shape, *settings), x.dtype)
+    _require("scale", scale, [x.shape[1]])
+    _require("shift", shift, [x.shape[1]])
+    _require("out", out, weight_shape)
+    accumulate = out is not None
+    out = x.new_empty(weight_shape) if out is None else out
+    if not out.is_contiguous():
+        raise ShoestringError(f"a weight's gradient has strides {tuple(out.stride())}: make it contiguous")
+    _weight_gradient_op(out, grad_y, x, *settings, scale, shift, relu, accumulate, scratch_bytes)
+    return out
