@@ -20,8 +20,8 @@ from ..errors import NoEffect, ShoestringError
 from ..task import Task
 from .blocks import find_blocks
 from .frames import Frame
-from .lean import Lean, LeanRun
-from .patterns import Patterns, learn
+from .keeping import keep
+from .lean import LeanRun, lean_run, with_lean
 
 STRATEGIES = "none, no-bn, residual-M, residual-M* (M a whole number from 1)"
 
@@ -56,14 +56,13 @@ def apply(task: Task, settings: Settings) -> Task:
     if settings.strategy == "none":
         raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
     groups = group_blocks(task.model, settings, strategy)
-    patterns = learn(task, next(iter(task.split(task.batch))))
+    task, patterns = with_lean(task, fuse=strategy.star or not strategy.every)
     if settings.strategy == "no-bn" and not patterns.norms:
         raise ShoestringError(
             f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"
         )
-    lean = Lean(fuse=strategy.star or not strategy.every)
-    checkpointing = Checkpointing(groups, strategy.star, lean, patterns)
-    return task.with_(contexts=(*task.contexts, checkpointing), settings=task.settings | {"checkpoint": settings.strategy})
+    contexts = (*task.contexts, Regions(groups, strategy.star)) if groups else task.contexts
+    return task.with_(contexts=contexts, settings=task.settings | {"checkpoint": settings.strategy})
 
 
 def group_blocks(model: nn.Module, settings: Settings, strategy: _Strategy) -> tuple[tuple[str, ...], ...]:
@@ -81,23 +80,19 @@ def group_blocks(model: nn.Module, settings: Settings, strategy: _Strategy) -> t
 
 
 @dataclass(frozen=True)
-class Checkpointing:
+class Regions:
     """The context of a pass: given the live model, it turns groups of blocks into regions that run again."""
 
     groups: tuple[tuple[str, ...], ...]
     star: bool
-    lean: Lean
-    patterns: Patterns
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
-        run = LeanRun(model, self.lean, self.patterns)
         with ExitStack() as stack:
             for group in self.groups:
-                region = _Region(group, self.star, run)
+                region = _Region(group, self.star, lean_run())
                 for index, name in enumerate(group):
                     stack.enter_context(_patched(model.get_submodule(name), region, index))
-            stack.enter_context(run)
             yield
 
 
@@ -105,24 +100,23 @@ class _Region:
     """Blocks that follow each other, and the frame that they share in this pass."""
 
     def __init__(self, names: tuple[str, ...], star: bool, run: LeanRun) -> None:
-        self.names, self.star, self.run = names, star and len(names) > 1, run
+        self.names, self.nested, self.run = names, star and len(names) > 1, run
+        self.keep_input = run.keep_input if star else keep
         self.frame: Frame | None = None
 
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         if self.frame is None or index == 0:
-            self.frame = Frame(" + ".join(self.names), self.run.running)
-        if index and not (args and self.frame.place(args[0])):
+            self.frame = Frame(" + ".join(self.names), self.run.running, self.keep_input)
+        elif not (args and self.frame.place(args[0])):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
                 "region: use residual-1, or name the blocks that follow each other"
             )
-        if not self.star:
-            return self.frame.call(forward, args, kwargs)
+        return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs)
 
-        def inner(*args: Any, **kwargs: Any) -> Any:
-            return Frame(self.names[index], self.run.running).call(forward, args, kwargs)
-
-        return self.frame.call(inner, args, kwargs)
+    def _block(self, index: int, forward: Any) -> Any:
+        """The block as a region of its own, inside the larger one."""
+        return lambda *args, **kwargs: Frame(self.names[index], self.run.running).call(forward, args, kwargs)
 
 
 @contextmanager

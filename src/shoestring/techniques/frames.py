@@ -52,9 +52,9 @@ class _Place(NamedTuple):
 class _Argument:
     """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, keep_input: Callable[[Tensor], Kept]) -> None:
         self.requires_grad = tensor.requires_grad
-        self.kept: Kept = keep(tensor) if tensor.is_floating_point() else Whole(tensor)
+        self.kept: Kept = keep_input(tensor) if tensor.is_floating_point() else Whole(tensor)
 
     def take(self) -> Tensor:
         return self.kept.take().detach().requires_grad_(self.requires_grad)
@@ -70,11 +70,19 @@ class _Call(NamedTuple):
 
 
 class Frame:
-    """A region of the forward pass. `name` is for error messages; `running` is the context that a second run needs."""
+    """A region of the forward pass.
 
-    def __init__(self, name: str, running: Callable[[], AbstractContextManager] = nullcontext) -> None:
-        self.name = name
-        self.running = running
+    `name` is for error messages, `running` the context that a second run needs, `keep_input` what is kept of what
+    comes from outside.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        running: Callable[[], AbstractContextManager] = nullcontext,
+        keep_input: Callable[[Tensor], Kept] = keep,
+    ) -> None:
+        self.name, self.running, self.keep_input = name, running, keep_input
         self.calls: list[_Call] = []
         self.saved: list[tuple] = []  # shape and type of the saved tensors, in order
         self.print: Tensor | None = None  # a few values of the last one
@@ -105,7 +113,7 @@ class Frame:
     def _write_down(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
             return leaf
-        return self.place(leaf) or _Argument(leaf)
+        return self.place(leaf) or _Argument(leaf, self.keep_input)
 
     def _ticket(self, tensor: Tensor) -> Ticket:
         self.saved.append((tensor.shape, tensor.dtype))

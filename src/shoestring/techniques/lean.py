@@ -9,9 +9,10 @@ A model that is run again (checkpointing) finds the batch statistics of its firs
 """
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from ..errors import ShoestringError
 from ..kernels.norm import batch_norm_statistics
 from ..ledger import Phase
 from ..phases import current
+from ..task import Task
 from .functions import (
     Statistics,
     lean_dropout,
@@ -32,7 +34,8 @@ from .functions import (
     lean_relu,
     norm_relu_product,
 )
-from .patterns import CONVOLUTION, NORM, RELU, Patterns, norm_arguments
+from .keeping import Kept, keep
+from .patterns import CONVOLUTION, NORM, RELU, Patterns, learn, norm_arguments
 from .products import Convolution, Linear
 
 
@@ -56,6 +59,54 @@ class _Pending:
     activated: bool = False
 
 
+_current: ContextVar["LeanRun | None"] = ContextVar("lean_run", default=None)
+
+
+@dataclass(frozen=True)
+class LeanPass:
+    """The context of a pass in which a `LeanRun` answers; there is one, whatever techniques asked for it."""
+
+    lean: Lean
+    patterns: Patterns
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[None]:
+        run = LeanRun(model, self.lean, self.patterns)
+        token = _current.set(run)
+        try:
+            with run:
+                yield
+        finally:
+            _current.reset(token)
+
+
+def with_lean(task: Task, **changes: Any) -> tuple[Task, Patterns]:
+    """A task -> the same task under a lean run with these settings changed, and the patterns that were found in it."""
+    before = next((context.lean for context in task.contexts if isinstance(context, LeanPass)), Lean())
+    rest = tuple(context for context in task.contexts if not isinstance(context, LeanPass))
+    patterns = learn(task, next(iter(task.split(task.batch))))
+    return task.with_(contexts=(LeanPass(replace(before, **changes), patterns), *rest)), patterns
+
+
+def lean_run() -> "LeanRun":
+    """The run that is in force."""
+    run = _current.get()
+    assert run is not None, "a region needs a lean run around it"
+    return run
+
+
+@dataclass
+class _Recipe:
+    """What a product made of its input: kept as the input, and made again when it is taken."""
+
+    product: Any
+    x: Tensor
+
+    def take(self) -> Tensor:
+        with torch.no_grad():
+            return self.product.forward(self.x, None)
+
+
 class LeanRun(TorchFunctionMode):
     """One forward and backward pass of a model with lean operations."""
 
@@ -70,7 +121,14 @@ class LeanRun(TorchFunctionMode):
         self.counters = {id(m.num_batches_tracked) for m in model.modules() if hasattr(m, "num_batches_tracked")}
         self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
         self.pending: dict[int, tuple[Tensor, _Pending]] = {}
+        self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
         self.already: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # rectified by the norm
+
+    def keep_input(self, tensor: Tensor) -> Kept:
+        """What a region keeps of its input: where that is the stem's output and larger than the stem's input, which
+        is there anyway, how to make it again."""
+        made, recipe = self.recipes.pop(id(tensor), (None, None))
+        return recipe if recipe is not None and made is not None and made() is tensor else keep(tensor)
 
     def running(self) -> AbstractContextManager:
         """A context in which this run answers calls: inside `backward()` PyTorch has taken it off its stack."""
@@ -160,7 +218,10 @@ class LeanRun(TorchFunctionMode):
         if pending := self.pending.pop(id(x), None):
             norm = pending[1]
             return norm_relu_product(norm.x, norm.gamma, norm.beta, weight, bias, norm.statistics, product)
-        return lean_product(x, weight, bias, product)
+        y = lean_product(x, weight, bias, product)
+        if not x.requires_grad and x.nbytes < y.nbytes and current() == Phase.FORWARD:
+            self.recipes[id(y)] = weakref.ref(y), _Recipe(product, x)
+        return y
 
     def _linear(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _linear_arguments(*args, **kwargs)
