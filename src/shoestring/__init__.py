@@ -24,7 +24,19 @@ _HOMES = {
     "load_weights": "training.save",
     "ShoestringError": "errors",
 }
-__all__ = ["SGD", "Adam", "Plan", "Profile", "ShoestringError", "Task", "apply", "builtin", "load_weights", "profile", "train"]
+__all__ = [
+    "SGD",
+    "Adam",
+    "Plan",
+    "Profile",
+    "ShoestringError",
+    "Task",
+    "apply",
+    "builtin",
+    "load_weights",
+    "profile",
+    "train",
+]
 
 if TYPE_CHECKING:
     from .errors import ShoestringError

@@ -189,6 +189,7 @@ class Training:
         if save is not None:
             self._restore(save)
         self.folder.log.cut(self.log_bytes, self.folder.warn)
+        self._forget_old_saves(self.folder.saves)  # which a run that was killed may have kept
 
     def _restore(self, save: Save) -> None:
         if save.fingerprint != self.fingerprint:
@@ -288,9 +289,12 @@ class Training:
         saves = self.folder.saves
         path = saves.write(self.update, self.fingerprint, self.groups())
         self.saved, self.saved_at = (self.update, self.evaluated), time.monotonic()
-        saves.keep({*saves.updates()[-2:], *self._ends(saves), self.best_update})
+        self._forget_old_saves(saves)
         self._write_record()
         self._tell(Saved(self.update, path))
+
+    def _forget_old_saves(self, saves: Saves) -> None:
+        saves.keep({*saves.updates()[-2:], *self._ends(saves), self.best_update})
 
     def _ends(self, saves: Saves) -> list[int]:
         """The saves at ends of epochs that will be averaged."""

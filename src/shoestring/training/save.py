@@ -82,7 +82,6 @@ class Saves:
                 final.rename(self.folder / f".replaced-{final.name}")
             hidden.rename(final)
             _sync_folder(self.folder)
-            self.sweep()
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)
             raise self._not_saved(update, error) from error
@@ -95,6 +94,7 @@ class Saves:
 
     def keep(self, updates: Iterable[int | None]) -> None:
         """Removes all saves but these; each is hidden first, so that none is ever there in part."""
+        self.sweep()
         for update in set(self.updates()) - set(updates):
             gone = self.folder / f".removing-{self.path(update).name}"
             self.path(update).rename(gone)

@@ -1,0 +1,223 @@
+"""Runs that are killed with SIGKILL, at random moments or at a precise byte of a save, and resumed.
+
+A server process has torch loaded and forks a process for each session of a run, so that one takes
+milliseconds to start. `check` kills, resumes and compares with a run that was never killed.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+CALLS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")  # what a save asks of the system
+SETTINGS = ("momentum", "adam in microbatches", "checkpoints and masks")
+
+
+# -- the runs -----------------------------------------------------------------------------------------------
+def run(setting: str, folder: str, resume: bool) -> None:
+    """One session of a run, from where the last one ended to its own end."""
+    import torch
+    from small import Noise, right_answers, task
+
+    from shoestring import Adam, Plan, apply
+    from shoestring.training.loop import train
+    from shoestring.training.schedules import schedule
+
+    how = {"run": folder, "resume": resume, "epochs": 6, "evaluation": right_answers(), "save_every": 2}
+    if setting == "momentum":
+        train(task(), Noise(), schedule=schedule("paper", 30), **how)
+    elif setting == "adam in microbatches":
+        lean = apply(task(Adam(weight_decay=0.1, decoupled=True), clip=1.0), Plan(microbatch=2))
+        loader = torch.utils.data.DataLoader(pictures(), batch_size=6, shuffle=True)
+        train(lean, loader, schedule=schedule("inverse-sqrt", 30), average=3, **how)
+    else:
+        lean, masks = apply(task(), Plan(checkpoint="residual-1")), torch.Generator().manual_seed(4)
+        rewiring = Rewiring(lean.model.head.weight, masks)
+        parts = {"stateful": {"rewiring": rewiring}, "generators": {"masks": masks}}
+        train(lean, Noise(), after_update=[rewiring], **parts, **how)
+
+
+def pictures():
+    from small import Noise
+
+    images, labels = Noise(size=30).read(0, 0)
+    return list(zip(images, labels, strict=True))
+
+
+class Rewiring:
+    """As dynamic sparsity does it: some weights are drawn and set to zero, and their number changes."""
+
+    def __init__(self, weight, generator):
+        import torch
+
+        self.weight, self.generator, self.zeros = weight, generator, 0
+        self.mask = torch.ones(weight.shape, dtype=torch.uint8)
+
+    def __call__(self, event):
+        import torch
+
+        if event.update % 4 == 0:
+            self.mask = (torch.rand(self.weight.shape, generator=self.generator) < 0.8).to(torch.uint8)
+            self.zeros += int((self.mask == 0).sum())
+        self.weight.data.mul_(self.mask)
+
+    def state(self):
+        return {"tensors": {"mask": self.mask}, "values": {"zeros": self.zeros}}
+
+    def restore(self, state):
+        self.mask, self.zeros = state["tensors"]["mask"], state["values"]["zeros"]
+
+
+# -- in a session's own process -----------------------------------------------------------------------------
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after_bytes(left: int) -> None:
+    """SIGKILL when this many bytes of saves are written, be it in the middle of a tensor."""
+    from shoestring.training.tensorfile import HashedFile
+
+    write = HashedFile.write
+
+    def writing(self, data):
+        nonlocal left
+        view = memoryview(data)
+        if len(view) >= left:
+            write(self, view[:left])
+            die()
+        left -= len(view)
+        write(self, view)
+
+    HashedFile.write = writing
+
+
+def die_at_call(left: int) -> None:
+    """SIGKILL just before that call of the system's among CALLS."""
+
+    def dying(call):
+        def called(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                die()
+            return call(*args, **kwargs)
+
+        return called
+
+    for name in CALLS:
+        setattr(os, name, dying(getattr(os, name)))
+
+
+def session(job: dict) -> None:
+    if "bytes" in job:
+        die_after_bytes(job["bytes"])
+    if "call" in job:
+        die_at_call(job["call"])
+    run(job["setting"], job["folder"], (Path(job["folder"]) / "record.json").exists())
+
+
+def serve() -> None:
+    """Jobs as lines of JSON -> the id of the process of each and, asked to wait for it, how it ended."""
+    import torch
+
+    torch.set_num_threads(1)  # a process that has threads cannot be forked safely
+    for setting in SETTINGS:
+        with tempfile.TemporaryDirectory() as folder:
+            run(setting, folder, resume=False)  # so that what torch imports late is imported once
+    print("ready", flush=True)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                session(json.loads(line))
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        print(child, flush=True)
+        sys.stdin.readline()  # until then no other process gets its id, even if it has ended
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+# -- in the test's process ----------------------------------------------------------------------------------
+class Server:
+    """Starts sessions, kills them, and says how they ended."""
+
+    def __enter__(self):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, __file__], cwd=HERE, **pipes)
+        assert self.process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_):
+        self.process.stdin.close()
+        self.process.wait()
+
+    def session(self, seconds: float | None = None, **job) -> bool:
+        """Runs a session; kills it after some seconds, if told -> whether it was killed before its end."""
+        self._send(json.dumps(job))
+        child = int(self.process.stdout.readline())
+        if seconds is not None:
+            time.sleep(seconds)
+            os.kill(child, signal.SIGKILL)
+        self._send("wait")
+        code = int(self.process.stdout.readline())
+        assert code in (0, -signal.SIGKILL), f"the session ended with {code}"
+        return code != 0
+
+    def _send(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+
+def remains(folder: Path) -> dict[str, bytes]:
+    """All that a run left, but for its record, which tells the time."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in files
+        if path.name not in ("record.json", ".lock")
+    }
+
+
+def check(server: Server, setting: str, kills: int, folder: Path, seed: int) -> int:
+    """Kills runs of a setting at least `kills` times; each must end as one that was never killed -> runs."""
+    dice = random.Random(f"{setting} {seed}")
+    began = time.monotonic()
+    server.session(setting=setting, folder=str(folder / "whole"))
+    lasted = time.monotonic() - began
+    whole = remains(folder / "whole")
+    save_bytes = sum(len(data) for name, data in whole.items() if "/update-0000000030/" in f"/{name}")
+    killed = runs = 0
+    while killed < kills:
+        here = folder / f"killed{runs}"
+        faults = []
+        while killed < kills:
+            fault = dice.choice(
+                [
+                    {"seconds": dice.uniform(0, lasted / 3)},
+                    {"bytes": dice.randrange(1, 3 * save_bytes)},
+                    {"call": dice.randrange(60)},
+                ]
+            )
+            faults.append(fault)
+            if not server.session(setting=setting, folder=str(here), **fault):
+                break
+            killed += 1
+        server.session(setting=setting, folder=str(here))
+        found = remains(here)
+        different = {name for name in whole | found if whole.get(name) != found.get(name)}
+        assert not different, f"{setting}, seed {seed}: after {faults}, {sorted(different)} differ"
+        runs += 1
+    return runs
+
+
+if __name__ == "__main__":
+    serve()
