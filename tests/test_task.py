@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import SGD, Adam, ShoestringError, Task
+from shoestring import SGD, Adam, ShoestringError, Task, profile
 from shoestring.ledger import Phase
 from shoestring.phases import listen
 from shoestring.task import first_tensor
@@ -71,6 +71,19 @@ def test_settings_make_the_optimizer_that_they_describe(settings, kind):
 
 
 # -- the step ------------------------------------------------------------------------------------------------
+def test_hooks_run_after_each_update_when_the_gradients_are_gone():
+    seen = []
+
+    def hook(stepper):
+        seen.append([p.grad for p in stepper.task.model.parameters()])
+
+    task = make(after_update=(hook,))
+    Stepper(task).step(task.batch)
+    assert seen == [[None, None]]
+    profile(task)
+    assert len(seen) == 1  # a trace has no weights that a hook could change
+
+
 def test_a_step_is_what_plain_pytorch_does():
     task, plain = make(optimizer=SGD(lr=0.1, momentum=0.9)), make()
     optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.1, momentum=0.9)

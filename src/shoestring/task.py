@@ -49,6 +49,8 @@ class Adam:
 Loss = Callable[[nn.Module, Any], Tensor]
 # A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
 Context = Callable[[nn.Module], AbstractContextManager]
+# Called with the stepper (training/step.py) after each update of a run, never in a trace.
+Hook = Callable[[Any], None]
 
 
 def whole(batch: Any) -> Iterator[Any]:
@@ -63,7 +65,8 @@ class Task:
     The remaining fields are what techniques change:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
     `contexts` are entered around each microbatch's forward and backward pass, outermost first;
-    `clip` is the largest norm of the whole gradient, if any.
+    `clip` is the largest norm of the whole gradient, if any;
+    `after_update` are called with the stepper after each update, when no gradient is there.
     """
 
     model: nn.Module
@@ -75,6 +78,7 @@ class Task:
     clip: float | None = None
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
+    after_update: tuple[Hook, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
 
     def __post_init__(self) -> None:

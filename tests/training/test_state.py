@@ -228,9 +228,11 @@ def test_parts_of_a_task_that_have_a_state_are_found(tmp_path):
             raise NotImplementedError
 
     scaling = Scaling({"scale": 1024.0})
-    task = Task(nn.Sequential(Masked()), loss, torch.ones(1, 2), Adam(), contexts=(scaling,))
+    task = Task(
+        nn.Sequential(Masked()), loss, torch.ones(1, 2), Adam(), contexts=(scaling,), after_update=(scaling,)
+    )
     found = find_stateful(task)
-    assert set(found) == {"context0", "module 0"}
+    assert set(found) == {"context0", "after_update0", "module 0"}
     through_a_save(tmp_path, Parts(found))
     scaling.content = None
     Saves(tmp_path / "saves").newest().restore("part", Parts(found))

@@ -201,6 +201,7 @@ class Training:
 
     def _advance(self) -> None:
         """One update, unless the budget forbids it: then the run stops, or tries again as replanned."""
+        self.lean.stepper.length = self.length
         epoch, number = divmod(self.update, len(self.data))
         batch = self.data.read(epoch, number)
         lr = self._set_lr(self.recipe.schedule(self.update + 1))

@@ -14,10 +14,13 @@ from ..task import Task
 
 
 class Stepper:
-    """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss."""
+    """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss.
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    `length` is the number of updates of the whole run, where somebody knows it.
+    """
+
+    def __init__(self, task: Task, length: int | None = None) -> None:
+        self.task, self.length = task, length
         parameters = [p for p in task.model.parameters() if p.requires_grad]
         if not parameters:
             raise ShoestringError(
@@ -37,6 +40,8 @@ class Stepper:
         losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
         with phase(Phase.UPDATE):
             self._update()
+        for hook in self.task.after_update:
+            hook(self)
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def _pass(self, piece: Any, weight: float) -> Tensor:
