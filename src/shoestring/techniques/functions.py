@@ -1,8 +1,8 @@
-"""Autograd functions that keep less than PyTorch's own and are no slower: convolution, linear, batch norm, ReLU, dropout.
+"""Autograd functions that keep less than PyTorch's own: convolution, linear, batch norm, ReLU, dropout.
 
-Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear make the
-weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its input and two
-numbers a channel: its output, and the ReLU's, are never kept; the ReLU's mask is found again from the input's sign.
+Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear
+make the weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its
+input and two numbers a channel: its output, and the ReLU's, are never kept; the ReLU's mask is found again from the input's sign.
 """
 
 from typing import Any, NamedTuple, Protocol

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels.norm import batch_norm_apply
+from ..kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
 
 Pair = tuple[Tensor, Tensor]
 
@@ -22,24 +22,19 @@ class Convolution:
     groups: int
 
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
-        x = _read(x, prologue)
-        return torch.ops.aten.convolution(
-            x, self.weight, self.bias, self.stride, self.padding, self.dilation, False, (0, 0), self.groups
-        )
+        return conv_forward(x, self.weight, self.bias, *self._geometry(), **_reading(prologue))
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        return self._backward(grad, _read(x, prologue), self.weight, (False, True, False))[1]
+        return conv_weight_gradient(grad, x, self.weight.shape, *self._geometry(), **_reading(prologue))
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return self._backward(grad, grad.new_empty(1).expand(shape), self.weight, (True, False, False))[0]
+        return conv_input_gradient(grad, self.weight, shape, *self._geometry())
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum((0, 2, 3))
 
-    def _backward(self, grad: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool]) -> tuple:
-        return torch.ops.aten.convolution_backward(
-            grad, x, weight, None, self.stride, self.padding, self.dilation, False, (0, 0), self.groups, mask
-        )
+    def _geometry(self) -> tuple:
+        return self.stride, self.padding, self.dilation, self.groups
 
 
 @dataclass(frozen=True)
@@ -62,5 +57,5 @@ class Linear:
         return grad.sum(tuple(range(grad.dim() - 1)))
 
 
-def _read(x: Tensor, prologue: Pair | None) -> Tensor:
-    return x if prologue is None else batch_norm_apply(x, *prologue, relu=True)
+def _reading(prologue: Pair | None) -> dict:
+    return {} if prologue is None else {"scale": prologue[0], "shift": prologue[1], "relu": True}
