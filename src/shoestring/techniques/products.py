@@ -48,13 +48,18 @@ class Linear:
         return torch.nn.functional.linear(x, self.weight, self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return _rows(grad).t() @ _rows(x)
 
+    # Flattened before it is multiplied and summed, as PyTorch does: a gradient with other strides has other bits.
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return grad @ self.weight
+        return (_rows(grad) @ self.weight).view(shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
-        return grad.sum(tuple(range(grad.dim() - 1)))
+        return _rows(grad).sum(0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _reading(prologue: Pair | None) -> dict:
