@@ -7,7 +7,7 @@ import importlib
 import os
 from typing import Any
 
-import torch  # noqa: F401 - first: its OpenMP runtime is the one that the core must share
+import torch
 
 from ..errors import ShoestringError
 

@@ -18,6 +18,11 @@ def code(x: Tensor) -> int:
     return CODES[x.dtype]
 
 
+def address(x: Tensor | None) -> int:
+    """Where a tensor's values are; 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
 def float32(x: Any) -> Any:
     """A vector of coefficients, or None, as the kernels read it: contiguous FP32."""
     return None if x is None else x.to(torch.float32).contiguous()

@@ -1,10 +1,13 @@
 """FLOPs of one operator call: PyTorch's own table, and what it lacks."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from ..kernels import conv, sparse_conv  # noqa: F401 - their operators get formulas here
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
@@ -31,3 +34,42 @@ def _(query, key, value, *args, out_shape=None, **kwargs) -> int:
 def _(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
     # The scores are made again, then one product for each of four gradients: 5 products against the forward's 2.
     return _attention(query, key, value) * 5 // 2
+
+
+# A convolution does 2 FLOPs for each element of its output and each weight (or nonzero) of that element's channel;
+# its two gradients do the same.
+def _convolution(y: tuple, weights: int) -> int:
+    return 2 * prod(y) // y[1] * weights
+
+
+ours = torch.ops.shoestring
+
+
+@register_flop_formula(ours.conv_forward)
+def _(y, x, weight, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(y, prod(weight))
+
+
+@register_flop_formula(ours.conv_input_gradient)
+def _(x, y, weight, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(y, prod(weight))
+
+
+@register_flop_formula(ours.conv_weight_gradient)
+def _(weight, y, x, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(y, prod(weight))
+
+
+@register_flop_formula(ours.sparse_conv2d)
+def _(x, values, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(out_shape, prod(values))
+
+
+@register_flop_formula(ours.sparse_conv2d_input_gradient)
+def _(y, values, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(y, prod(values))
+
+
+@register_flop_formula(ours.sparse_conv2d_weight_gradient)
+def _(values, x, y, *args, out_shape=None, **kwargs) -> int:
+    return _convolution(y, prod(values))

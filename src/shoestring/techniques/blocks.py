@@ -1,10 +1,23 @@
-"""The blocks of a model: repeated children of a Sequential or ModuleList, found from the module structure."""
+"""The blocks of a model: repeated children of a Sequential or ModuleList; what each of them saves and costs."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ShoestringError
+from ..profiling import flops  # noqa: F401 - the formulas of our own operators
+from ..profiling.fakes import Faker, faked
+from ..task import Task
+from .keeping import Whole, keeping
+from .segments import BlockCost
 
 
 def find_blocks(model: nn.Module, names: tuple[str, ...] = ()) -> list[list[str]]:
@@ -41,3 +54,49 @@ def _named(model: nn.Module, names: tuple[str, ...]) -> list[list[str]]:
             raise ShoestringError(f"the model has no module {name!r} to checkpoint: its modules are {near}, ...")
     run = [path for path in modules if any(fnmatch(path, name) for name in names)]
     return [[path for path in run if not any(path.startswith(f"{other}.") for other in run)]]
+
+
+@contextmanager
+def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Iterator[None]:
+    """The module's calls go to `call(forward, args, kwargs)` inside the context."""
+    forward, own = module.forward, "forward" in vars(module)
+    module.forward = lambda *args, **kwargs: call(forward, args, kwargs)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = forward  # type: ignore[method-assign]
+        else:
+            del module.forward
+
+
+def block_costs(task: Task, names: list[str]) -> list[BlockCost]:
+    """A task and its blocks in order -> what each takes in, saves inside and computes, from a trace of the forward."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faker = Faker(mode, torch.device("cpu"))
+    batch = faker.tree(next(iter(task.split(task.batch))))
+    costs: dict[str, BlockCost] = {}
+    with faked(task.model, faker), mode, ExitStack() as stack:
+        for context in task.contexts:
+            stack.enter_context(context(task.model))
+        for name in names:
+            stack.enter_context(patched(task.model.get_submodule(name), partial(_measure, costs, name)))
+        task.loss(task.model, batch)
+    return [costs[name] for name in names if name in costs]
+
+
+def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, kwargs: dict) -> Any:
+    inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in pytree.tree_leaves((args, kwargs))
+              if isinstance(t, Tensor)}  # fmt: skip
+    inside: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Whole:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in inputs:
+            inside[storage._cdata] = storage.nbytes()
+        return Whole(tensor)
+
+    with keeping(note), FlopCounterMode(display=False) as counter:
+        output = forward(*args, **kwargs)
+    costs[name] = BlockCost(name, sum(inputs.values()), sum(inside.values()), counter.get_total_flops())
+    return output

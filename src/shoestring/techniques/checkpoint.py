@@ -4,26 +4,31 @@
 |---|---|---|
 | `none` | everything | nothing |
 | `no-bn` | the inputs of batch norms | batch norm and ReLU, from saved statistics |
+| `every-m` | the input of every m-th operation | the operations between |
 | `residual-m` | the input of every m-th block | the m blocks, everything in them kept meanwhile |
 | `residual-m*` | the input of every m-th block | the m blocks' inputs; then, block by block, what is inside |
+| `optimal` | what a dynamic programme chooses (segments.py) for least memory | as little as that allows |
+| `optimal-30MB` | the same, for a budget of 30 MB for what is saved | as little as that allows |
 """
 
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..errors import NoEffect, ShoestringError
 from ..task import Task
-from .blocks import find_blocks
+from ..units import parse_bytes
+from .blocks import block_costs, find_blocks, patched
 from .frames import Frame
-from .keeping import keep
 from .lean import LeanRun, lean_run, with_lean
+from .segments import choose_segments, least_bytes
 
-STRATEGIES = "none, no-bn, residual-M, residual-M* (M a whole number from 1)"
+STRATEGIES = "none, no-bn, every-M, residual-M, residual-M*, optimal, optimal-SIZE (M from 1, SIZE such as 30MB)"
 
 
 @dataclass(frozen=True)
@@ -35,78 +40,130 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class _Strategy:
-    every: int  # blocks in a region; 0: no region
-    star: bool
+class Group:
+    """Blocks that are one region; `nested`: each is a region of its own inside it."""
+
+    names: tuple[str, ...]
+    nested: bool
 
 
-def parse(text: str) -> _Strategy:
-    """"residual-2*" -> regions of 2 blocks, each block a region of its own inside."""
-    if text in ("none", "no-bn"):
-        return _Strategy(0, False)
-    match = re.fullmatch(r"residual-([1-9][0-9]{0,5})(\*?)", text)
-    if not match:
-        raise ShoestringError(f"there is no checkpoint strategy {text!r}: use one of {STRATEGIES}")
-    return _Strategy(int(match[1]), bool(match[2]))
+_NUMBERED = re.compile(r"(every|residual)-([1-9][0-9]{0,5})(\*?)")
+_OPTIMAL = re.compile(r"optimal(?:-(.+))?")
+
+
+def check(strategy: str) -> None:
+    """Raises unless the strategy exists."""
+    numbered = _NUMBERED.fullmatch(strategy)
+    exists = strategy in ("none", "no-bn") or _OPTIMAL.fullmatch(strategy) or numbered
+    if not exists or (numbered and numbered[1] == "every" and numbered[3]):
+        raise ShoestringError(f"there is no checkpoint strategy {strategy!r}: use one of {STRATEGIES}")
 
 
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task that keeps less of its activations; the numbers it computes are the same."""
-    strategy = parse(settings.strategy)
+    check(settings.strategy)
     if settings.strategy == "none":
         raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
-    groups = group_blocks(task.model, settings, strategy)
-    task, patterns = with_lean(task, fuse=strategy.star or not strategy.every)
-    if settings.strategy == "no-bn" and not patterns.norms:
+    task = _with_strategy(task, settings)
+    return task.with_(settings=task.settings | {"checkpoint": settings.strategy})
+
+
+def _with_strategy(task: Task, settings: Settings) -> Task:
+    strategy = settings.strategy
+    if strategy == "no-bn":
+        return _without_norms(task)
+    if optimal := _OPTIMAL.fullmatch(strategy):
+        task = with_lean(task, fuse=True)[0]
+        groups = optimal_groups(task, _runs(task.model, settings), optimal[1] and parse_bytes(optimal[1]))
+        return _with_regions(task, groups)
+    kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
+    if kind == "every":
+        return with_lean(task, fuse=False, every=int(number))[0]
+    groups = equal_groups(_runs(task.model, settings), int(number), bool(star))
+    return _with_regions(with_lean(task, fuse=bool(star))[0], groups)
+
+
+def _without_norms(task: Task) -> Task:
+    task, patterns = with_lean(task, fuse=True)
+    if not patterns.norms:
         raise ShoestringError(
             f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"
         )
-    contexts = (*task.contexts, Regions(groups, strategy.star)) if groups else task.contexts
-    return task.with_(contexts=contexts, settings=task.settings | {"checkpoint": settings.strategy})
+    return task
 
 
-def group_blocks(model: nn.Module, settings: Settings, strategy: _Strategy) -> tuple[tuple[str, ...], ...]:
-    """The names of the blocks in each region."""
-    if not strategy.every:
-        return ()
+def _with_regions(task: Task, groups: tuple[Group, ...]) -> Task:
+    return task.with_(contexts=(*task.contexts, Regions(groups)))
+
+
+def _runs(model: nn.Module, settings: Settings) -> list[list[str]]:
     runs = find_blocks(model, settings.blocks)
     if not runs:
         raise ShoestringError(
             f"{type(model).__name__} has no repeated blocks in a Sequential or ModuleList for {settings.strategy}: "
-            "name them with checkpoint blocks, or use no-bn"
+            "name them with checkpoint blocks, or use every-8"
         )
-    size = strategy.every
-    return tuple(tuple(run[i : i + size]) for run in runs for i in range(0, len(run), size))
+    return runs
+
+
+def equal_groups(runs: list[list[str]], size: int, star: bool) -> tuple[Group, ...]:
+    """Runs of blocks -> groups of `size`; the last of a run may be smaller."""
+    groups = (tuple(run[i : i + size]) for run in runs for i in range(0, len(run), size))
+    return tuple(Group(names, star and len(names) > 1) for names in groups)
+
+
+def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) -> tuple[Group, ...]:
+    """Runs of blocks -> the groups that the dynamic programme chooses; the runs count as one chain."""
+    costs = block_costs(task, [name for run in runs for name in run])
+    ends = {run[-1] for run in runs}
+    budget = least_bytes(costs) * 1.01 if budget_bytes is None else budget_bytes
+    groups = []
+    for segment in choose_segments(costs, budget):
+        names = [cost.name for cost in costs[segment.start : segment.stop]]
+        if segment.choice != "keep":
+            groups += [Group(part, segment.choice == "nested" and len(part) > 1) for part in _cut(names, ends)]
+    return tuple(groups)
+
+
+def _cut(names: list[str], ends: set[str]) -> Iterator[tuple[str, ...]]:
+    """Cuts a segment where one run of blocks ends: the next is not called with what it returned."""
+    part: list[str] = []
+    for name in names:
+        part.append(name)
+        if name in ends:
+            yield tuple(part)
+            part = []
+    if part:
+        yield tuple(part)
 
 
 @dataclass(frozen=True)
 class Regions:
     """The context of a pass: given the live model, it turns groups of blocks into regions that run again."""
 
-    groups: tuple[tuple[str, ...], ...]
-    star: bool
+    groups: tuple[Group, ...]
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for group in self.groups:
-                region = _Region(group, self.star, lean_run())
-                for index, name in enumerate(group):
-                    stack.enter_context(_patched(model.get_submodule(name), region, index))
+                region = _Region(group, lean_run())
+                for index, name in enumerate(group.names):
+                    block = partial(region.call, index)
+                    stack.enter_context(patched(model.get_submodule(name), block))
             yield
 
 
 class _Region:
     """Blocks that follow each other, and the frame that they share in this pass."""
 
-    def __init__(self, names: tuple[str, ...], star: bool, run: LeanRun) -> None:
-        self.names, self.nested, self.run = names, star and len(names) > 1, run
-        self.keep_input = run.keep_input if star else keep
+    def __init__(self, group: Group, run: LeanRun) -> None:
+        self.names, self.nested, self.run = group.names, group.nested, run
         self.frame: Frame | None = None
 
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         if self.frame is None or index == 0:
-            self.frame = Frame(" + ".join(self.names), self.run.running, self.keep_input)
+            self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input)
         elif not (args and self.frame.place(args[0])):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
@@ -117,24 +174,3 @@ class _Region:
     def _block(self, index: int, forward: Any) -> Any:
         """The block as a region of its own, inside the larger one."""
         return lambda *args, **kwargs: Frame(self.names[index], self.run.running).call(forward, args, kwargs)
-
-
-@contextmanager
-def _patched(module: nn.Module, region: _Region, index: int) -> Iterator[None]:
-    """The module's forward goes through the region inside the context."""
-    forward = module.forward
-    had = "forward" in vars(module)
-
-    def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not module.training and not any(p.requires_grad for p in module.parameters()):
-            return forward(*args, **kwargs)
-        return region.call(index, forward, args, kwargs)
-
-    module.forward = checkpointed  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if had:
-            module.forward = forward  # type: ignore[method-assign]
-        else:
-            del module.forward

@@ -2,7 +2,7 @@
 
 Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear
 make the weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its
-input and two numbers a channel: its output, and the ReLU's, are never kept; the ReLU's mask is found again from the input's sign.
+input and two numbers a channel: its output, and the ReLU's, are never kept; the mask is found again from x.
 """
 
 from typing import Any, NamedTuple, Protocol

@@ -37,6 +37,7 @@ from .functions import (
 from .keeping import Kept, keep
 from .patterns import CONVOLUTION, NORM, RELU, Patterns, learn, norm_arguments
 from .products import Convolution, Linear
+from .tape import Tape
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Lean:
     fuse: bool = True  # batch norm with the ReLU (and the convolution) after it: keep the norm's input only
     masks: bool = True  # ReLU and dropout keep a bit an element
     products: bool = True  # convolution and linear let go of their input before they make its gradient
+    every: int = 0  # operations in a region of the tape; 0: no tape
 
 
 @dataclass
@@ -113,6 +115,7 @@ class LeanRun(TorchFunctionMode):
     def __init__(self, model: nn.Module, lean: Lean, patterns: Patterns) -> None:
         super().__init__()
         self.lean = lean
+        self.tape = Tape(lean.every, self) if lean.every else None
         weights = dict(model.named_parameters())
         conv, relu = patterns.norm_relu_conv, patterns.norm_relu
         self.fused = {id(weights[name]) for name in conv} if lean.fuse and lean.products else set()
@@ -138,6 +141,12 @@ class LeanRun(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.pending:
             self._check_placeholders(func, args, kwargs)
+        if self.tape and current() == Phase.FORWARD and getattr(func, "__name__", "") != "__get__":
+            return self.tape.call(func, args, kwargs)
+        return self.answer(func, args, kwargs)
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A call of the model -> its result, by a lean function where there is one."""
         again = current() == Phase.RECOMPUTE
         if func in NORM:
             return self._norm(func, args, kwargs, again)
