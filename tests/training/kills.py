@@ -37,10 +37,10 @@ def run(setting: str, folder: str, resume: bool) -> None:
         loader = torch.utils.data.DataLoader(pictures(), batch_size=6, shuffle=True)
         train(lean, loader, schedule=schedule("inverse-sqrt", 30), average=3, **how)
     else:
-        lean, masks = apply(task(), Plan(checkpoint="residual-1")), torch.Generator().manual_seed(4)
-        rewiring = Rewiring(lean.model.head.weight, masks)
-        parts = {"stateful": {"rewiring": rewiring}, "generators": {"masks": masks}}
-        train(lean, Noise(), after_update=[rewiring], **parts, **how)
+        small, masks = task(), torch.Generator().manual_seed(4)
+        small = small.with_(after_update=(Rewiring(small.model.head.weight, masks),))
+        lean = apply(small, Plan(checkpoint="residual-1"))
+        train(lean, Noise(), generators={"masks": masks}, **how)
 
 
 def pictures():
@@ -51,27 +51,27 @@ def pictures():
 
 
 class Rewiring:
-    """As dynamic sparsity does it: some weights are drawn and set to zero, and their number changes."""
+    """As dynamic sparsity does it: every fourth update, other weights are drawn and set to zero."""
 
     def __init__(self, weight, generator):
         import torch
 
-        self.weight, self.generator, self.zeros = weight, generator, 0
+        self.weight, self.generator, self.updates = weight, generator, 0
         self.mask = torch.ones(weight.shape, dtype=torch.uint8)
 
-    def __call__(self, event):
+    def __call__(self, stepper):
         import torch
 
-        if event.update % 4 == 0:
+        self.updates += 1
+        if self.updates % 4 == 0:
             self.mask = (torch.rand(self.weight.shape, generator=self.generator) < 0.8).to(torch.uint8)
-            self.zeros += int((self.mask == 0).sum())
         self.weight.data.mul_(self.mask)
 
     def state(self):
-        return {"tensors": {"mask": self.mask}, "values": {"zeros": self.zeros}}
+        return {"tensors": {"mask": self.mask}, "values": {"updates": self.updates}}
 
     def restore(self, state):
-        self.mask, self.zeros = state["tensors"]["mask"], state["values"]["zeros"]
+        self.mask, self.updates = state["tensors"]["mask"], state["values"]["updates"]
 
 
 # -- in a session's own process -----------------------------------------------------------------------------
@@ -181,9 +181,7 @@ def remains(folder: Path) -> dict[str, bytes]:
     """All that a run left, but for its record, which tells the time."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in files
-        if path.name not in ("record.json", ".lock")
+        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in ("record.json", ".lock")
     }
 
 

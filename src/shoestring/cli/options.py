@@ -79,6 +79,24 @@ def whole_number(low: int, high: int) -> Callable[[str], int]:
     return convert
 
 
+def number(low: float, high: float, zero: bool = False) -> Callable[[str], float]:
+    """Bounds -> an argument type: a number above `low` (or, with `zero`, from it) and up to `high`."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (low < value <= high or (zero and value == low)):
+            words = "at least" if zero else "above"
+            raise argparse.ArgumentTypeError(
+                f"{text} is out of range: it must be {words} {low:g} and at most {high:g}"
+            )
+        return value
+
+    return convert
+
+
 def percentage(text: str) -> float:
     """An argument type: a percentage above 0 and up to 100."""
     try:

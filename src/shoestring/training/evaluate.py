@@ -60,6 +60,7 @@ Score = Callable[[nn.Module, Any], float]  # the sum of a piece's scores, one fo
 
 def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], float]:
     """A score of pieces -> its mean over all items of the data, as a function of the model."""
+    task = task.with_(batch=None)  # which would be held for as long as there are evaluations
 
     def measure(model: nn.Module) -> float:
         total, items = 0.0, 0
@@ -76,6 +77,7 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
 
 def mean_loss(task: Task, data: Data) -> Evaluation:
     """The task's own loss over the data: for any task. Lower is better."""
+    task = task.with_(batch=None)
 
     def score(model: nn.Module, piece: Any) -> float:
         return float(task.loss(model, piece)) * task.count(piece)

@@ -25,7 +25,7 @@ from .events import Evaluated, Event, Listener, Saved, Updated
 from .feed import as_data
 from .interrupts import Interrupted, Interrupts
 from .recipe import Recipe
-from .record import RunRecord, describe, environment, fingerprint
+from .record import RunRecord, describe, environment
 from .run import RunFolder
 from .save import Save, Saves, write_weights
 from .state import (
@@ -35,6 +35,7 @@ from .state import (
     RandomState,
     Stateful,
     find_stateful,
+    fingerprint,
     is_finite,
     model_tensors,
     seeded,
@@ -50,7 +51,6 @@ def train(
     run: str | Path | RunFolder | None = None,
     resume: bool = False,
     listeners: Iterable[Listener] = (),
-    after_update: Iterable[Callable[[Updated], None]] = (),
     stateful: Mapping[str, Stateful] | None = None,
     generators: Mapping[str, torch.Generator] | None = None,
     settings: Mapping[str, Any] | None = None,
@@ -64,11 +64,11 @@ def train(
     """A task (lean or not), data and a recipe (the fields of `Recipe`) -> the trained model's run record.
 
     `data` has `read(epoch, number)`, or is any iterable with a length. With a `run` folder the run is saved,
-    and `resume` goes on where it ended. `after_update` functions may change the model; what they remember
-    must be in `stateful` (anything with state() and restore()) or `generators`. `settings` are further ones
-    that must be the same when resuming. `meter` measures the first two updates and each whose batch is larger
-    than those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, the run stops or
-    goes on as `replan` says.
+    and `resume` goes on where it ended. What changes in the run and is no part of the task is to be given in
+    `stateful` (anything with state() and restore()) or `generators`, and `settings` are further ones that
+    must be the same when resuming. `meter` measures the first two updates and each whose batch is larger than
+    those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, the run stops or goes on
+    as `replan` says.
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
@@ -78,7 +78,6 @@ def train(
     training.parts = dict(stateful or {})
     training.generators = dict(generators or {})
     training.listeners = (*listeners,)
-    training.after_update = (*after_update,)
     training.replan, training.how_to_resume = replan, how_to_resume
     return training.go(resume)
 
@@ -110,7 +109,6 @@ class Training:
         self.parts: dict[str, Stateful] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.listeners: tuple[Listener, ...] = ()
-        self.after_update: tuple[Callable[[Updated], None], ...] = ()
         self.replan: Replan | None = None
         self.how_to_resume = ""
         self.interrupts = Interrupts()
@@ -192,10 +190,7 @@ class Training:
         self._forget_old_saves(self.folder.saves)  # which a run that was killed may have kept
 
     def _restore(self, save: Save) -> None:
-        if save.fingerprint != self.fingerprint:
-            raise ShoestringError(
-                f"{save.path} is of another model, of other names or shapes: choose another folder"
-            )
+        save.check_model(self.fingerprint)
         for name, part in self.groups().items():
             save.restore(name, part, in_place=name in ("model", "optimizer"))
 
@@ -213,8 +208,6 @@ class Training:
             raise self._diverged(f"the loss is {loss}", self.update + 1)
         self.update += 1
         event = Updated(self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes)
-        for change in self.after_update:
-            change(event)
         self._log({"update": self.update, "epoch": epoch + 1, "loss": loss, "lr": lr})
         self._tell(event)
         try:
@@ -331,9 +324,7 @@ class Training:
             best_update=self.best_update,
         )
         if measured is not None and measured.peak_bytes >= (self.record.measured_peak_bytes or 0):
-            self.record = self.record.with_(
-                measured_peak_bytes=measured.peak_bytes, measured=measured.to_json()
-            )
+            self.record = self.record.with_(measured_peak_bytes=measured.peak_bytes, measured=measured.to_json())
         if self.folder is not None:
             self.folder.write_record(self.record)
 

@@ -1,6 +1,5 @@
 """RunRecord: what a run was asked to do, what was predicted, and what came of it (record.json)."""
 
-import hashlib
 import json
 import os
 import platform
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import ShoestringError
-from .state import model_tensors
 
 VERSION = 1
 
@@ -60,9 +57,7 @@ def read_record(path: Path) -> RunRecord:
             return RunRecord(**{name: value for name, value in record.items() if name in known})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShoestringError(f"{path} is no record of a run ({error}): choose another folder") from error
-    raise ShoestringError(
-        f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it"
-    )
+    raise ShoestringError(f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it")
 
 
 def environment() -> dict[str, Any]:
@@ -77,12 +72,6 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "core": os.environ.get("SHOESTRING_CORE", ""),
     }
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A model before training -> SHA-256 of the names, types and shapes of its tensors."""
-    tensors = [(name, str(t.dtype), list(t.shape)) for name, t in model_tensors(model).items()]
-    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
 
 def describe(thing: Any) -> str:

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import DamagedSave, ShoestringError
+from ..task import Task
 from ..units import format_bytes
-from .state import Stateful, model_tensors, pack, unpack
+from .state import ModelState, Parts, Stateful, find_stateful, fingerprint, model_tensors, pack, unpack
 from .tensorfile import HashedFile, TensorFile, Written, checksum, write_tensors
 
 VERSION = 1
@@ -48,6 +49,14 @@ class Save:
         live = part.state() if in_place else None
         part.restore(unpack(self.values[group], self.tensors(group), live))
 
+    def check_model(self, fingerprint: str) -> None:
+        """Refuses a save of a model whose tensors had, before training, other names, types or shapes."""
+        if self.fingerprint != fingerprint:
+            raise ShoestringError(
+                f"{self.path} is of another model, of other names or shapes: build it as it was, or choose "
+                "another folder"
+            )
+
     def tensors(self, group: str) -> TensorFile | None:
         name = f"{group}.safetensors"
         return TensorFile(self.path / name) if name in self.files else None
@@ -64,9 +73,7 @@ class Saves:
         """The updates after which a save was made, in order; whether it is damaged is not looked at."""
         if not self.folder.is_dir():
             return []
-        return sorted(
-            int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name))
-        )
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
 
     def path(self, update: int) -> Path:
         return self.folder / f"update-{update:010d}"
@@ -191,18 +198,13 @@ def _check_file(path: Path, written: Written) -> None:
     try:
         found = checksum(path)
     except OSError as error:
-        raise DamagedSave(
-            f"{path.parent} is damaged: {path.name} cannot be read ({error.strerror})"
-        ) from error
+        raise DamagedSave(f"{path.parent} is damaged: {path.name} cannot be read ({error.strerror})") from error
     if found.bytes != written.bytes:
         raise DamagedSave(
-            f"{path.parent} is damaged: {path.name} has {found.bytes:,} bytes, and "
-            f"{written.bytes:,} were written"
+            f"{path.parent} is damaged: {path.name} has {found.bytes:,} bytes, and {written.bytes:,} were written"
         )
     if found != written:
-        raise DamagedSave(
-            f"{path.parent} is damaged: the SHA-256 of {path.name} is not that of what was written"
-        )
+        raise DamagedSave(f"{path.parent} is damaged: the SHA-256 of {path.name} is not that of what was written")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -224,9 +226,14 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
         hidden.replace(path)
     except OSError as error:
         hidden.unlink(missing_ok=True)
-        raise NotSaved(
-            f"{path} could not be written: {error.strerror or error}; make room and resume"
-        ) from error
+        raise NotSaved(f"{path} could not be written: {error.strerror or error}; make room and resume") from error
+
+
+def restore_task(task: Task, save: Save) -> None:
+    """Gives a task's model the weights of a save, and its techniques what they remember, such as masks."""
+    save.check_model(fingerprint(task.model))
+    save.restore("model", ModelState(task.model), in_place=True)
+    save.restore("parts", Parts(find_stateful(task)))
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:

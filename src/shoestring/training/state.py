@@ -5,6 +5,8 @@ tensors, numbers, texts and None. `pack` parts the tensors from the rest, which 
 again.
 """
 
+import hashlib
+import json
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -126,6 +128,12 @@ def _read(file: TensorFile, packed: dict[str, Any], live: Any) -> Tensor:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, even those buffers that state_dict() leaves out; shared ones once."""
     return dict(chain(model.named_parameters(), model.named_buffers()))
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A model before training -> SHA-256 of the names, types and shapes of its tensors."""
+    tensors = [(name, str(t.dtype), list(t.shape)) for name, t in model_tensors(model).items()]
+    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
 
 
 def is_finite(model: nn.Module) -> bool:

@@ -1,0 +1,236 @@
+"""`shoestring train MODEL`: trains inside a budget, saves as it goes, and tells what it took."""
+
+import argparse
+import shlex
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import OverBudget, ShoestringError
+from ..training.schedules import SCHEDULES, schedule
+from ..units import format_bytes, parse_bytes
+from .model import add_model, users_code
+from .options import add_techniques, command, given, number, print_json, whole_number
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+    from ..training.apply import LeanTask
+    from ..training.record import RunRecord
+    from ..training.run import RunFolder
+    from ..training.work import Lesson, Work
+
+EXAMPLES = (
+    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 7MB",
+    "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small",
+    "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small --resume",
+)
+TECHNIQUES = ("nonzero", "precision", "microbatch", "checkpoint")
+
+
+def add(subparsers: Any) -> None:
+    parser = command(subparsers, "train", run, "train inside a budget, and save as it goes", EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--data", metavar="DIR", help="images or sentence pairs; without it, the embedded ones")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--epochs", type=whole_number(1, 10**6), metavar="N", help="times through the data")
+    length.add_argument("--updates", type=whole_number(1, 10**9), metavar="N", help="batches in all")
+    parser.add_argument("--budget", type=parse_bytes, metavar="SIZE", help="memory to stay within, as in 7MB")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
+    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
+    add_techniques(parser)
+    _add_run(parser)
+    _add_recipe(parser)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the run")
+    group.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="its folder (default: runs/MODEL)")
+    group.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    group.add_argument("--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates")
+    group.add_argument("--evaluate", choices=("best", "last", "averaged"), help="its weights, and train no more")
+    group.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard, in the folder")
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the recipe (what is not given is the model's own)")
+    group.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help="default: 0")
+    group.add_argument("--lr", type=number(0, 1e6), metavar="X", help="learning rate")
+    group.add_argument("--weight-decay", type=number(0, 1e6, zero=True), metavar="X")
+    group.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate")
+    group.add_argument("--clip", type=number(0, 1e30), metavar="X", help="largest norm of the gradient")
+    group.add_argument("--label-smoothing", type=number(0, 1, zero=True), metavar="X")
+    group.add_argument("--average", type=whole_number(2, 1000), metavar="N", help="average the last N epochs")
+    group.add_argument("--quality", choices=("loss", "bleu"), help="by which translations are judged")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from .subject import load_work
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = _folder(args)
+    with users_code(args.model):
+        work = load_work(args)
+        lesson = work.under(_plan(args, work, folder))
+        if args.evaluate:
+            answer, lines = _evaluate(args.evaluate, lesson, folder)
+        else:
+            settings = work.settings | given(args, "label_smoothing")
+            del work  # and with it the batch that only a prediction needs
+            lesson = lesson._replace(lean=_predicted(lesson.lean, args.budget))
+            answer, lines = _train(args, lesson, settings, folder)
+    if args.json:
+        print_json(answer)
+    else:
+        print("\n".join(lines))
+    return 0
+
+
+def _folder(args: argparse.Namespace) -> "RunFolder":
+    """The folder of the run, refused before any work is done where it holds another run, or none to go on with."""
+    from ..training.run import RunFolder
+
+    folder = RunFolder(args.folder or Path("runs") / Path(args.model.split(":")[0]).name, warn=_say)
+    old = args.resume or args.evaluate
+    if old and not folder.record_path.exists():
+        raise ShoestringError(f"{folder.path} holds no run: name the folder of one with --run")
+    if not old and folder.record_path.exists():
+        raise ShoestringError(
+            f"{folder.path} holds a run already: go on with it by --resume, or name another folder with --run"
+        )
+    return folder
+
+
+def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan":
+    """The plan: of a file, of the techniques named, of the run that is resumed, or made for the budget."""
+    import shoestring
+
+    from ..planning.plan import Plan
+    from .subject import read_plan
+
+    techniques = given(args, *TECHNIQUES)
+    if args.plan and techniques:
+        raise ShoestringError(f"--plan and --{min(techniques)} both say what to do: give one of them")
+    if args.plan:
+        return read_plan(args.plan, work.task)
+    if techniques:
+        return Plan(**techniques)
+    if args.resume and folder.plan_path.exists():
+        return read_plan(folder.plan_path, work.task)
+    if args.budget and hasattr(shoestring, "plan"):
+        return shoestring.plan(work.task, budget=args.budget)
+    return Plan()
+
+
+def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":
+    """The lean task with its predicted memory in its plan; refused where that is over the budget."""
+    from ..measuring import calibrate
+    from ..profiling import profile
+    from ..reporting.progress import progress
+    from ..training.apply import LeanTask
+
+    task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
+    result = profile(task)
+    with progress("calibrating the step's operators, once for this machine") as advance:
+        result = profile(task, calibrate(result.signatures, advance))
+    if limit is not None and result.peak_bytes > limit:
+        raise OverBudget(
+            f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
+            f"{format_bytes(limit)}: add techniques (see `shoestring train --help`) or raise it"
+        )
+    plan = lean.plan.with_(
+        task=task.name,
+        budget_bytes=limit,
+        predicted_peak_bytes=result.peak_bytes,
+        predicted_bytes=result.bytes_by_category,
+    )
+    return LeanTask(task.with_(batch=None), plan)
+
+
+Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words
+
+
+def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any], folder: "RunFolder") -> Answer:
+    from ..measuring import measure_allocator
+    from ..training.loop import train
+    from ..training.progress import progress
+    from ..training.recipe import Recipe
+    from ..training.tensorboard import tensorboard
+
+    length = given(args, "epochs", "updates")
+    updates = Recipe(**length).length(len(lesson.data))
+    resume, evaluate = (_command(args, folder.path, **change) for change in ({"resume": True}, {"evaluate": "best"}))
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(progress(sys.stderr, lesson.lean.plan.budget_bytes))]
+        if args.tensorboard:
+            listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
+        record = train(
+            lesson.lean,
+            lesson.data,
+            run=folder,
+            resume=args.resume,
+            listeners=listeners,
+            settings=settings,
+            meter=measure_allocator,
+            how_to_resume=resume,
+            schedule=schedule(args.schedule or lesson.schedule, updates),
+            evaluation=lesson.evaluation,
+            seed=args.seed,
+            average=args.average or 0,
+            save_every=args.save_every,
+            **length,
+        )
+    answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate}
+    return answer, [*_summary(record), f"{'saved':<10}{folder.path}", f"{'evaluate':<10}{evaluate}"]
+
+
+def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
+    """The quality of weights that a run left behind."""
+    from ..training.record import read_record
+    from ..training.save import load_weights, restore_task
+
+    record, newest = read_record(folder.record_path), folder.saves.newest()
+    if newest is None:
+        raise ShoestringError(f"{folder.path} holds no save yet: train with --resume first")
+    if which == "averaged" and not folder.averaged_path.exists():
+        raise ShoestringError(f"{folder.path} holds no averaged weights: train with --average N")
+    best = record.best_update if which == "best" else None
+    save = newest if best is None else folder.saves.check(best)
+    restore_task(lesson.lean.task, save)
+    if which == "averaged":
+        load_weights(lesson.lean.model, folder.averaged_path)
+    name, quality = lesson.evaluation.name, lesson.evaluation(lesson.lean.model)
+    answer = {"run": str(folder.path), "weights": which, "update": save.update, name: quality}
+    return answer, [f"{name} {quality:.4g} with the {which} weights, of update {save.update:,}"]
+
+
+def _command(args: argparse.Namespace, folder: Path, **changes: Any) -> str:
+    """This command with another purpose, for the same run."""
+    words = ["shoestring", "train", args.model]
+    values = vars(args) | {"folder": folder, "resume": False, "evaluate": None, "json": False} | changes
+    for action in args.parser._actions:
+        value = values.get(action.dest)
+        if action.option_strings and value not in (None, False, action.default):
+            words += [action.option_strings[-1]] if value is True else [action.option_strings[-1], str(value)]
+    return shlex.join(words)
+
+
+def _summary(record: "RunRecord") -> list[str]:
+    lines = [f"{record.task}: {record.updates:,} updates in {record.seconds:,.1f} s"]
+    if record.quality is not None and record.best_quality is not None:
+        best = f"best {record.best_quality:.4g} after update {record.best_update:,}"
+        averaged = record.averaged_quality
+        more = f", averaged {averaged:.4g}" if averaged is not None else ""
+        lines.append(f"{record.quality_name:<10}{record.quality:.4g} at the end, {best}{more}")
+    if record.measured_peak_bytes is not None and record.predicted_peak_bytes is not None:
+        predicted, measured = format_bytes(record.predicted_peak_bytes), format_bytes(record.measured_peak_bytes)
+        within = f", within the budget of {format_bytes(record.budget_bytes)}" if record.budget_bytes else ""
+        lines.append(f"{'memory':<10}predicted {predicted}, measured {measured}{within}")
+    return lines
+
+
+def _say(message: str) -> None:
+    print(f"shoestring: {message}", file=sys.stderr)

@@ -1,0 +1,260 @@
+import json
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "data"))
+from layouts import write_cifar_binary
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+from shoestring import SGD, Task
+
+def loss(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+class Net(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, classes)
+    def forward(self, images):
+        return self.fc(F.relu(self.norm(self.conv(images))).mean((2, 3)))
+
+def task(batch=4, classes=10, size=32):
+    torch.manual_seed(0)
+    images = torch.zeros(batch, 3, size, size), torch.zeros(batch, dtype=torch.int64)
+    return Task(Net(classes), loss, images, SGD(lr=0.05, momentum=0.9), name="net")
+
+def few_classes():
+    return task(classes=3)
+
+def small_images():
+    return task(size=8)
+
+def vectors():
+    return Task(nn.Linear(4, 2), loss, (torch.zeros(8, 4), torch.zeros(8).long()), SGD())
+
+def diverging():
+    return task().with_(optimizer=SGD(lr=1e30))
+
+def own_optimizer():
+    return task().with_(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+"""
+
+
+@pytest.fixture
+def train(shoestring, tmp_path, monkeypatch):
+    """Runs `shoestring train` on a small net and 20 images, in a folder of its own."""
+    import torch
+
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "net.py").write_text(MODEL)
+    write_cifar_binary(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+
+    def run(*arguments, function="task", data="data"):
+        return shoestring("train", f"net.py:{function}", "--data", data, "--threads", 1, *arguments)
+
+    yield run
+    torch.set_num_threads(threads)
+
+
+def without_record(folder):
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "record.json")
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_a_run_ends_with_its_memory_its_quality_and_the_command_to_evaluate_it(train, tmp_path):
+    answer = train("--epochs", 2, "--microbatch", 2, "--budget", "10MB")
+    assert answer.code == 0, answer.err
+    lines = answer.out.splitlines()
+    assert lines[0].startswith("net: 10 updates in ")
+    assert lines[1].startswith("accuracy  ")
+    assert "predicted" in lines[2] and "measured" in lines[2] and "within the budget of 10.00 MB" in lines[2]
+    assert lines[3].split() == ["saved", "runs/net.py"]
+    assert "--run runs/net.py --evaluate best" in lines[4]
+    assert "epoch 1/2  update 5/10" in answer.err
+    record = json.loads((tmp_path / "runs" / "net.py" / "record.json").read_text())
+    assert abs(record["predicted_peak_bytes"] - record["measured_peak_bytes"]) <= 0.02 * record["measured_peak_bytes"]
+
+
+def test_json_is_all_that_stdout_has(train):
+    answer = train("--epochs", 1, "--json")
+    found = json.loads(answer.out)
+    assert found["finished"] and found["run"] == "runs/net.py" and found["quality_name"] == "accuracy"
+
+
+def test_the_command_that_it_prints_evaluates_the_same_weights(train, shoestring):
+    found = json.loads(train("--epochs", 2, "--average", 2, "--json").out)
+    words = found["evaluate"].split()[1:]
+    assert json.loads(shoestring(*words, "--json").out)["accuracy"] == found["best_quality"]
+    for which, quality in (("averaged", "averaged_quality"), ("last", "quality")):
+        words[words.index("--evaluate") + 1] = which
+        assert json.loads(shoestring(*words, "--json").out)["accuracy"] == found[quality]
+
+
+def test_ctrl_c_saves_and_the_command_that_it_prints_goes_on_to_the_same_end(train, shoestring, tmp_path, monkeypatch):
+    train("--epochs", 3, "--run", "whole")
+    from shoestring.training import loop
+
+    tell = loop.Training._tell
+
+    def interrupt(self, event):
+        if self.update == 8 and isinstance(event, loop.Updated):
+            os.kill(os.getpid(), signal.SIGINT)
+        tell(self, event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Training, "_tell", interrupt)
+        answer = train("--epochs", 3, "--run", "stopped")
+    words = answer.err.splitlines()[-1]
+    assert answer.code == 130 and words.startswith("shoestring: stopped after update 8 of 15: resume with `")
+    resumed = shoestring(*words.split("`")[1].split()[1:])
+    assert resumed.code == 0, resumed.err
+    assert without_record(tmp_path / "stopped") == without_record(tmp_path / "whole")
+
+
+def complaint(answer, code=2):
+    """The last line of a refusal, which may come after some progress."""
+    assert answer.code == code and answer.out == "" and "Traceback" not in answer.err, answer
+    return answer.err.splitlines()[-1].removeprefix("shoestring: ")
+
+
+def test_a_step_over_the_budget_is_refused_before_it_runs(train, tmp_path):
+    words = complaint(train("--epochs", 1, "--budget", "10KB"), code=3)
+    assert words.startswith("a step would need ") and "and the budget is 10.00 KB: add techniques" in words
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ((), "one of the arguments --epochs --updates is required"),
+        (("--epochs", 0), "argument --epochs: 0 is out of range"),
+        (("--epochs", 1, "--updates", 1), "not allowed with argument"),
+        (("--epochs", 1, "--budget", "lots"), "'lots' is not a size in bytes: write it as 7MB"),
+        (("--epochs", 1, "--budget", "-3MB"), "is not a size"),
+        (("--epochs", 1, "--lr", "nan"), "argument --lr: nan is out of range"),
+        (("--epochs", 1, "--lr", "fast"), "'fast' is not a number"),
+        (("--epochs", 1, "--label-smoothing", 2), "must be at least 0 and at most 1"),
+        (("--epochs", 1, "--schedule", "warm"), "invalid choice: 'warm'"),
+        (("--epochs", 1, "--resume"), "runs/net.py holds no run: name the folder of one with --run"),
+        (("--epochs", 1, "--evaluate", "best"), "runs/net.py holds no run"),
+        (("--epochs", 1, "--microbatch", 5), "a microbatch of 5 does not go into a batch of 4"),
+        (("--epochs", 1, "--checkpoint", "all"), "there is no checkpoint strategy 'all'"),
+        (("--epochs", 1, "--quality", "bleu"), "--quality is for translation"),
+        (("--epochs", 1, "--label-smoothing", 0.1), "smooth the labels in your loss"),
+        (("--epochs", 1, "--batch", 21), "batches of 21 cannot be made of 20 images"),
+        (("--epochs", 1, "--plan", "none.json"), "the plan none.json cannot be read: No such file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_one_line_and_nothing_is_left_behind(train, tmp_path, arguments, words):
+    if "--budget" in arguments and "-3MB" in arguments:
+        arguments = ("--epochs", 1, "--budget=-3MB")
+    assert words in complaint(train(*arguments))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        ("few_classes", "the data has 10 classes and the model scores 3"),
+        ("small_images", "do not fit into 8x8"),
+        ("vectors", "train it in Python with shoestring.train"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_a_model_that_does_not_fit_the_data_is_refused(train, function, words):
+    assert words in complaint(train("--epochs", 1, function=function))
+
+
+def test_options_that_a_task_of_the_users_cannot_take_are_refused(train):
+    assert "--lr cannot be set" in complaint(train("--epochs", 1, "--lr", 0.1, function="own_optimizer"))
+
+
+def test_data_that_is_missing_or_cut_is_refused(train, tmp_path):
+    assert "the data folder nowhere does not exist" in complaint(train("--epochs", 1, data="nowhere"))
+    path = tmp_path / "data" / "data_batch_3.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert "data_batch_3.bin" in complaint(train("--epochs", 1))
+    path.write_bytes(bytes([200]) + path.read_bytes()[1:] + b"x")
+    assert "data_batch_3.bin" in complaint(train("--epochs", 1))
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "is not a plan file"),
+        ("{}", "is not a plan file"),
+        ("\x00\x01", "is not a plan file"),
+        ('{"version": 99}', "version 99"),
+        ('{"version": 1, "execute": "rm"}', "a field 'execute' that does not exist"),
+        ('{"version": 1, "task": "wrn-28-2"}', "is a plan for wrn-28-2, not for net"),
+    ],
+)
+def test_a_plan_that_is_damaged_or_for_another_model_is_refused(train, tmp_path, text, words):
+    (tmp_path / "plan.json").write_text(text)
+    assert words in complaint(train("--epochs", 1, "--plan", "plan.json"))
+
+
+def test_a_plan_from_a_file_is_followed_and_is_not_mixed_with_techniques(train, tmp_path):
+    (tmp_path / "plan.json").write_text('{"version": 1, "task": "net", "microbatch": 2}')
+    found = json.loads(train("--epochs", 1, "--plan", "plan.json", "--json").out)
+    assert found["settings"]["techniques"] == {"microbatch": 2}
+    assert "--plan and --microbatch both" in complaint(
+        train("--epochs", 1, "--plan", "plan.json", "--microbatch", 2, "--run", "other")
+    )
+
+
+def test_a_resume_with_other_settings_names_them(train):
+    train("--epochs", 1, "--run", "run")
+    assert "holds a run already" in complaint(train("--epochs", 1, "--run", "run"))
+    words = complaint(train("--epochs", 2, "--run", "run", "--resume", "--seed", 4, "--batch", 5))
+    for change in ("updates was 5 and is now 8", "seed was 0 and is now 4", "batch was 4 and is now 5"):
+        assert change in words
+
+
+def test_a_resume_needs_no_techniques_for_the_run_has_its_plan(train):
+    train("--epochs", 1, "--run", "run", "--microbatch", 2)
+    assert train("--epochs", 1, "--run", "run", "--resume").code == 0
+
+
+def test_damage_costs_a_warning_or_where_nothing_is_whole_exit_code_4(train, tmp_path):
+    train("--epochs", 2, "--run", "run")
+    saves = sorted((tmp_path / "run" / "saves").iterdir())
+    assert len(saves) == 2
+    for number, path in enumerate(save / "model.safetensors" for save in reversed(saves)):
+        data = np.frombuffer(path.read_bytes(), np.uint8).copy()
+        data[-1] ^= 1
+        path.write_bytes(data.tobytes())
+        answer = train("--epochs", 2, "--run", "run", "--resume")
+        if number == 0:
+            assert answer.code == 0 and "is damaged" in answer.err and "going on from update 5" in answer.err
+            (saves[-1] / "model.safetensors").write_bytes(b"damaged again")
+    assert "no other save is whole" in complaint(answer, code=4)
+
+
+def test_a_run_that_diverges_ends_with_exit_code_5(train):
+    words = complaint(train("--epochs", 2, function="diverging"), code=5)
+    assert "at a learning rate of 1e+30" in words
+
+
+def test_a_folder_that_cannot_be_written_is_told_in_one_line(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in complaint(train("--epochs", 1, "--run", "file/run"), code=1)
+
+
+def test_built_in_models_train_on_the_embedded_data(train, shoestring):
+    few = ("--batch", 50, "--updates", 1, "--threads", 1)
+    answer = shoestring("train", "wrn-10-0.1", *few, "--label-smoothing", 0.1, "--json")
+    found = json.loads(answer.out)
+    assert found["settings"]["data"] == "4000 images to train and 1000 to test, 10 classes"
+    assert found["settings"]["label_smoothing"] == 0.1 and found["updates"] == 1
+    assert "--tokens is for translation" in complaint(shoestring("train", "wrn-10-1", "--updates", 1, "--tokens", 4))
