@@ -25,8 +25,8 @@ def listen(listener: Listener) -> Iterator[None]:
 def phase(name: Phase) -> Iterator[None]:
     """The step is in this phase inside the context, and in the one before it again afterwards."""
     before = _phase.get()
-    _enter(name)
     try:
+        _enter(name)  # a listener may end the step here
         yield
     finally:
         _enter(before)

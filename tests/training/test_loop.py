@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader
 
 from shoestring import SGD, Plan, apply
 from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
+from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
+from shoestring.phases import current
 from shoestring.training.evaluate import Evaluation, evaluating
 from shoestring.training.events import Evaluated, Saved, Updated
 from shoestring.training.interrupts import Interrupted
@@ -356,6 +358,7 @@ def test_a_watch_stops_a_step_before_the_weights_change():
     before = {name: p.clone() for name, p in lean.model.named_parameters()}
     with pytest.raises(OverBudget, match="seen at the start of backward"):
         train(lean, Noise(), epochs=2, budget_bytes=500, watch=lambda: next(used))
+    assert current() is Phase.BUILD
     assert all(torch.equal(before[name], p) for name, p in lean.model.named_parameters())
 
 

@@ -89,6 +89,7 @@ class Saves:
                 final.rename(self.folder / f".replaced-{final.name}")
             hidden.rename(final)
             _sync_folder(self.folder)
+            self.sweep()
         except OSError as error:
             shutil.rmtree(hidden, ignore_errors=True)
             raise self._not_saved(update, error) from error
