@@ -38,6 +38,7 @@ from .keeping import Kept, keep
 from .patterns import CONVOLUTION, NORM, RELU, Patterns, learn, norm_arguments
 from .products import Convolution, Linear
 from .tape import Tape
+from .widened import is_narrow, widened
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,8 @@ class LeanRun(TorchFunctionMode):
             return self._norm(func, args, kwargs, again)
         if again and func is Tensor.add_ and id(args[0]) in self.counters:
             return args[0]  # num_batches_tracked counted this batch in the first run
+        if func in _PRODUCTS and is_narrow(args[0]):
+            return widened(func, args, kwargs)
         handler = _HANDLERS.get(func) if torch.is_grad_enabled() else None
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
@@ -265,6 +268,10 @@ def _dropout_arguments(input, p=0.5, training=True, inplace=False) -> dict[str, 
     return locals()
 
 
+_PRODUCTS = {
+    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.mm,
+    Tensor.__matmul__, F.scaled_dot_product_attention, torch.conv1d, torch.conv3d, torch.conv_transpose2d,
+}  # fmt: skip
 _IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
 _HANDLERS: dict[Any, Callable] = (
     dict.fromkeys(RELU, LeanRun._relu)
