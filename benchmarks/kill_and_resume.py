@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 
-from kills import SETTINGS, Server, check  # noqa: E402
+from kills import SETTINGS, Server, check
 
 
 def main() -> None:

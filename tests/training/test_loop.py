@@ -19,6 +19,7 @@ from shoestring.training.events import Evaluated, Saved, Updated
 from shoestring.training.interrupts import Interrupted
 from shoestring.training.loop import train
 from shoestring.training.record import read_record
+from shoestring.training.run import RunFolder
 from shoestring.training.save import load_weights
 from shoestring.training.schedules import Steps
 from shoestring.training.state import model_tensors
@@ -91,6 +92,20 @@ def test_the_last_two_saves_the_best_and_those_to_average_are_kept(tmp_path):
     assert saves_of(tmp_path / "a") == [10, 28, 30] and (record.best_update, record.best_quality) == (10, 9.0)
     train(task(), Noise(), epochs=6, save_every=2, average=3, run=tmp_path / "b")
     assert saves_of(tmp_path / "b") == [20, 25, 28, 30]
+
+
+def test_a_save_is_also_due_when_the_last_is_long_ago(tmp_path):
+    told = []
+    train(task(), Noise(), epochs=1, save_seconds=0, run=tmp_path / "run", listeners=[told.append])
+    assert [event.update for event in told if isinstance(event, Saved)] == [1, 2, 3, 4, 5]
+
+
+def test_each_process_of_a_run_has_names_of_its_own(tmp_path):
+    for rank in (0, 1):
+        train(task(), Noise(), epochs=1, run=RunFolder(tmp_path / "run", rank))
+    names = {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")}
+    first = {"plan.json", "record.json", "log.jsonl", "saves"}
+    assert names == first | {"plan.rank1.json", "record.rank1.json", "log.rank1.jsonl", "saves.rank1"}
 
 
 def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_is_not_a_number():
@@ -216,6 +231,9 @@ def test_a_folder_of_a_run_is_not_used_for_another(tmp_path):
         train(apply(task(), Plan(microbatch=2)), Noise(), epochs=1, run=run, resume=True)
     with pytest.raises(ShoestringError, match=r"optimizer was SGD\(lr=0.05.* and is now SGD\(lr=0.5"):
         train(task(SGD(lr=0.5)), Noise(), epochs=1, run=run, resume=True)
+    own = task(lambda parameters: torch.optim.SGD(parameters, lr=0.7))
+    with pytest.raises(ShoestringError, match=r"optimizer was SGD\(lr=0.05.* and is now SGD\(lr=0.7"):
+        train(own, Noise(), epochs=1, run=run, resume=True)
     with pytest.raises(ShoestringError, match="batch was None and is now 6"):
         train(task(), Noise(), epochs=1, run=run, resume=True, settings={"batch": 6})
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

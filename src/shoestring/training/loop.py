@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Training:
         return {
             "task": task.name,
             "model": self.fingerprint[:16],
-            "optimizer": describe(task.optimizer),
+            "optimizer": describe(task.optimizer if is_dataclass(task.optimizer) else self.lean.stepper.optimizer),
             "clip": task.clip,
             "updates": self.length,
             "batches": len(self.data),

@@ -75,9 +75,11 @@ def environment() -> dict[str, Any]:
 
 
 def describe(thing: Any) -> str:
-    """Optimizer settings, a schedule or the like -> words that are the same for the same settings."""
+    """A schedule, an optimizer or the like -> words that are the same for the same settings."""
     if is_dataclass(thing) and not isinstance(thing, type):
         return repr(thing)
+    if isinstance(thing, torch.optim.Optimizer):
+        return f"{type(thing).__name__}({', '.join(f'{key}={value}' for key, value in thing.defaults.items())})"
     return getattr(thing, "__qualname__", type(thing).__qualname__)
 
 

@@ -67,11 +67,8 @@ class RunFolder:
         if self.record_path.exists():
             return self._resumed(record, resume)
         if resume:
-            raise ShoestringError(
-                f"{self.path} holds no run to resume: leave --resume out, or name its folder"
-            )
-        others = {entry.name for entry in self.path.iterdir() if not entry.name.startswith(".")}
-        if others := others - {self.plan_path.name}:  # which a run that was killed at its start may have left
+            raise ShoestringError(f"{self.path} holds no run to resume: leave --resume out, or name its folder")
+        if others := {entry.name for entry in self.path.iterdir() if not _is_ours(entry.name)}:
             raise ShoestringError(
                 f"{self.path} holds {min(others)!r}, which is not of a run: choose an empty or a new folder"
             )
@@ -105,6 +102,11 @@ class RunFolder:
             replace_file(self.record_path, json.dumps(record.to_json(), indent=2))
 
 
+def _is_ours(name: str) -> bool:
+    """Whether another process of this run, or one that was killed at its start, may have left a file."""
+    return name.startswith(".") or name.split(".")[0] in ("plan", "record", "log", "saves", "averaged")
+
+
 @dataclass(frozen=True)
 class Log:
     """log.jsonl: a line for each update and evaluation; no times, so that equal runs have equal logs."""
@@ -125,9 +127,7 @@ class Log:
         """Takes away what was written after a save, so that it is written again as the run goes on."""
         with _refusing(self.path), self.path.open("ab") as file:
             if file.tell() < size:
-                warn(
-                    f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost"
-                )
+                warn(f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost")
             file.truncate(min(size, file.tell()))
 
 
@@ -147,6 +147,4 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise NotSaved(
-            f"{path} cannot be written: {error.strerror}; make room or choose another folder"
-        ) from error
+        raise NotSaved(f"{path} cannot be written: {error.strerror}; make room or choose another folder") from error

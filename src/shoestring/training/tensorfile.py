@@ -1,8 +1,8 @@
-"""Tensors on disk in the safetensors layout, written and read in pieces: no second copy of a model is made.
+"""Tensors on disk in the safetensors layout, written and read in place: no second copy of a model is made.
 
 A file is 8 bytes that say how long the header is, the header (JSON: for each name its type, shape and place),
-and the values. The library would gather all of them in memory first; here at most CHUNK bytes are on their
-way.
+and the values. They go straight from a tensor's memory to the file, and the checksum is made on the way; back
+they go into tensors that are there already. Where strides forbid that, at most CHUNK bytes are copied at a time.
 """
 
 import hashlib
