@@ -2,7 +2,9 @@
 #include "core.h"
 
 void bind_bitmask(nb::module_&);
+void bind_gradients(nb::module_&);
 void bind_norm(nb::module_&);
+void bind_optimizer(nb::module_&);
 void bind_sparse_index(nb::module_&);
 void bind_sparse_conv(nb::module_&);
 void bind_conv(nb::module_&);
@@ -19,7 +21,9 @@ static bool supports_avx2() {
 NB_MODULE(CORE_NAME, m) {
   m.def("supports_avx2", &supports_avx2);
   bind_bitmask(m);
+  bind_gradients(m);
   bind_norm(m);
+  bind_optimizer(m);
   bind_sparse_index(m);
   bind_sparse_conv(m);
   bind_conv(m);

@@ -1,0 +1,61 @@
+"""A moment of an optimizer in few bytes: FP32, BF16, FP16 with one scale a tensor, or 8 bits with one a block.
+
+    moment = new_moment(weight, "8bit")          # zeros, 1.02 bytes a parameter
+    values = read_moment(moment)                 # in FP32
+    write_moment(moment, values)
+
+8 bits hold the fourth root of a value over the largest of its block. Second moments are kept as their root in
+FP16 and in 8 bits, which takes half the range, so that none becomes zero while its first moment does not; and they
+are rounded by chance, for in one step they change by less than the spacing, and rounded to nearest they would not
+move. docs/lean_optimizer.md has the measured errors behind these choices.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import reference_moments
+from .reference_moments import BLOCK, flat, parts
+
+FORMS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.int8}
+
+
+class Moment(NamedTuple):
+    """`values` has the weight's shape and strides; `scales` is there for FP16 (one) and 8 bits (one a block)."""
+
+    values: Tensor
+    scales: Tensor | None = None
+
+
+def new_moment(weight: Tensor, form: str, positive: bool = False) -> Moment:
+    """A weight and a form -> its moment, all zeros; FP64 weights have FP64 moments in place of FP32."""
+    dtype = torch.uint8 if form == "8bit" and positive else FORMS[form]
+    if form == "fp32":
+        dtype = torch.promote_types(weight.dtype, dtype)
+    values = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+    if form == "fp16":
+        return Moment(values, torch.ones(1, device=weight.device))
+    if form == "8bit":
+        return Moment(values, torch.zeros(-(-weight.numel() // BLOCK), device=weight.device))
+    return Moment(values)
+
+
+def read_moment(moment: Moment) -> Tensor:
+    """A moment -> its values in FP32 (the root of a second moment where that is what is kept)."""
+    values = moment.values
+    wide = torch.promote_types(values.dtype, torch.float32)
+    out = torch.empty_like(values, dtype=wide)
+    for part in parts(values.numel()):
+        flat(out)[part] = reference_moments.widen(flat(values), moment.scales, part, wide)
+    return out
+
+
+def write_moment(moment: Moment, numbers: Tensor) -> None:
+    """Keeps numbers as `read_moment` gives them, rounded to nearest."""
+    values, scales = moment
+    numbers = torch.empty_like(values, dtype=numbers.dtype).copy_(numbers)
+    if scales is not None and values.is_floating_point():
+        scales.copy_(reference_moments.scale_for(numbers.abs().amax()))
+    for part in parts(values.numel()):
+        reference_moments.narrow(flat(values), scales, part, flat(numbers)[part])

@@ -1,0 +1,133 @@
+"""Optimizer updates of one tensor in place: FP32 arithmetic, whatever the storage, and no temporaries of its size.
+
+    momentum = new_moment(weight, "fp16")
+    sgd_update(weight, gradient, momentum, lr=0.1, mu=0.9)
+
+Weights and gradients are FP32, FP16 or BF16 (FP64 runs the twin); moments are of any form of `moments.py`. The
+formulas are those of torch.optim. `factor` multiplies the gradient: 1 / loss scale, say. BF16 weights and narrow
+second moments are rounded by chance; `noise` (seed, number of the tensor, step) decides how, so a run that is done
+again, or on another number of threads, ends with the same bits.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ShoestringError
+from . import reference_update
+from .core import core, threads
+from .define import define
+from .moments import Moment
+from .storage import CODES, forms
+
+_CODES = CODES | {torch.int8: 3, torch.uint8: 4}
+Noise = tuple[int, int, int]
+
+
+def _stored(x: Tensor | None) -> tuple[Tensor | None, int]:
+    return x, 0 if x is None else _CODES[x.dtype]
+
+
+def _sgd(launch, weight, gradient, momentum, scales, lr, mu, nesterov, weight_decay, factor, move, noise):
+    tensors = (*_stored(weight), *_stored(gradient), *_stored(momentum), scales, weight.numel())
+    settings = (lr, mu, nesterov, weight_decay, factor, move, gradient is not None)
+    launch(core.sgd_update, *tensors, *settings, *noise, threads())
+
+
+def _adam(launch, weight, gradient, first, second, first_scales, second_scales, *rest):
+    *settings, noise = rest
+    moments = (*_stored(first), first_scales, *_stored(second), second_scales)
+    tensors = (*_stored(weight), *_stored(gradient), *moments, weight.numel())
+    launch(core.adam_update, *tensors, *settings, second_scales is not None, *noise, threads())
+
+
+_sgd_op = define(
+    "sgd_update(Tensor(a!) weight, Tensor? gradient, Tensor(b!)? momentum, Tensor(c!)? scales, float lr, float mu, "
+    "bool nesterov, float weight_decay, float factor, bool move, int[] noise) -> ()",
+    **forms(_sgd, reference_update.sgd_update),
+)
+_adam_op = define(
+    "adam_update(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, "
+    "Tensor(d!)? first_scales, Tensor(e!)? second_scales, float lr, float beta1, float beta2, float eps, "
+    "float weight_decay, bool decoupled, float factor, int[] noise) -> ()",
+    **forms(_adam, reference_update.adam_update),
+)
+
+
+def sgd_update(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Moment | None = None,
+    *,
+    lr: float,
+    mu: float = 0.0,
+    nesterov: bool = False,
+    weight_decay: float = 0.0,
+    factor: float = 1.0,
+    noise: Noise = (0, 0, 1),
+) -> None:
+    """g = factor gradient + weight_decay weight; m = mu m + g; weight -= lr m, or lr (g + mu m) with Nesterov's."""
+    gradient = _laid_out(weight, gradient)
+    values, scales = momentum or (None, None)
+    _sgd_op(weight, gradient, values, scales, lr, mu, nesterov, weight_decay, factor, True, noise)
+    torch.autograd.graph.increment_version(weight)
+
+
+def sgd_accumulate(
+    weight: Tensor,
+    gradient: Tensor,
+    momentum: Moment,
+    *,
+    mu: float = 1.0,
+    weight_decay: float = 0.0,
+    factor: float = 1.0,
+) -> None:
+    """m = mu m + factor gradient + weight_decay weight; the weight stays as it is."""
+    gradient = _laid_out(weight, gradient)
+    _sgd_op(weight, gradient, *momentum, 0.0, mu, False, weight_decay, factor, False, (0, 0, 1))
+
+
+def sgd_follow(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 1)) -> None:
+    """weight -= lr m; the momentum stays as it is."""
+    _sgd_op(weight, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, noise)
+    torch.autograd.graph.increment_version(weight)
+
+
+def adam_update(
+    weight: Tensor,
+    gradient: Tensor,
+    first: Moment,
+    second: Moment,
+    *,
+    lr: float,
+    betas: Sequence[float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = False,
+    factor: float = 1.0,
+    noise: Noise = (0, 0, 1),
+) -> None:
+    """Adam, or AdamW if weight decay is `decoupled`; the step, from 1, is the last number of `noise`."""
+    gradient = _laid_out(weight, gradient)
+    values, scales = zip(first, second, strict=True)
+    _adam_op(weight, gradient, *values, *scales, lr, *betas, eps, weight_decay, decoupled, factor, noise)
+    torch.autograd.graph.increment_version(weight)
+
+
+def _laid_out(weight: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the weight's layout: itself, but for the rare one that is laid out otherwise."""
+    if gradient.layout != torch.strided or gradient.shape != weight.shape:
+        raise ShoestringError(
+            f"the gradient of a weight {tuple(weight.shape)} is {gradient.layout} {tuple(gradient.shape)}: "
+            "lean updates need a dense one (nn.Embedding with sparse=False)"
+        )
+    if not torch.ops.aten.is_non_overlapping_and_dense(weight):
+        raise ShoestringError(
+            f"a weight of shape {tuple(weight.shape)} and strides {weight.stride()} has gaps or overlaps: "
+            "make the parameter from a tensor of its own, with .clone()"
+        )
+    steps = zip(weight.shape, weight.stride(), gradient.stride(), strict=True)
+    if all(ours == theirs for size, ours, theirs in steps if size > 1):
+        return gradient
+    return torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
