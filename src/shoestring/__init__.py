@@ -19,6 +19,7 @@ _HOMES = {
     "profile": "profiling",
     "Profile": "profiling",
     "Plan": "planning.plan",
+    "plan": "planning.search",
     "apply": "training.apply",
     "train": "training.loop",
     "load_weights": "training.save",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .errors import ShoestringError
     from .models import builtin
     from .planning.plan import Plan
+    from .planning.search import plan
     from .profiling import Profile, profile
     from .task import SGD, Adam, Task
     from .training.apply import apply

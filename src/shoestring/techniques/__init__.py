@@ -5,17 +5,31 @@ from typing import Any, NamedTuple
 
 from ..task import Task
 from . import checkpoint, microbatch
+from .risk import Risk
+
+
+def _no_options(task: Task) -> list:
+    return []
+
+
+def _exact(task: Task, value: Any) -> Risk:
+    return Risk.EXACT
 
 
 class Technique(NamedTuple):
-    """`name` is the plan's field, `settings(value)` makes the technique's settings from its value."""
+    """`name` is the plan's field, `settings(value)` makes the technique's settings from its value.
+
+    `options(task)` are the values that the planner may try, `risk(task, value)` what a value does to the result.
+    """
 
     name: str
     settings: Callable[[Any], Any]
     apply: Callable[[Task, Any], Task]
+    options: Callable[[Task], list] = _no_options
+    risk: Callable[[Task, Any], Risk] = _exact
 
 
 REGISTRY = (
-    Technique("checkpoint", checkpoint.Settings, checkpoint.apply),
-    Technique("microbatch", microbatch.Settings, microbatch.apply),
+    Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options),
+    Technique("microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk),
 )

@@ -51,6 +51,14 @@ _NUMBERED = re.compile(r"(every|residual)-([1-9][0-9]{0,5})(\*?)")
 _OPTIMAL = re.compile(r"optimal(?:-(.+))?")
 
 
+def options(task: Task) -> list[str]:
+    """The strategies that the planner tries on this model."""
+    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules())
+    if find_blocks(task.model):
+        return [*(["no-bn"] if norms else []), "residual-1", "residual-1*", "residual-2*", "optimal"]
+    return [*(["no-bn"] if norms else []), "every-4", "every-12"]
+
+
 def check(strategy: str) -> None:
     """Raises unless the strategy exists."""
     numbered = _NUMBERED.fullmatch(strategy)

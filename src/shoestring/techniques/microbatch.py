@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import NoEffect, ShoestringError
 from ..task import Task, first_tensor
+from .risk import Risk
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,24 @@ class Settings:
 
     size: int
     by: str = "examples"
+
+
+def options(task: Task) -> list[int]:
+    """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces."""
+    whole = units(task)
+    return sorted({-(-whole // pieces) for pieces in (2, 4, 10, 25, 100)} - {whole}, reverse=True)
+
+
+def units(task: Task) -> int:
+    """How many of what a microbatch counts are in the task's batch."""
+    return first_tensor(task.batch).shape[0]
+
+
+def risk(task: Task, size: int) -> Risk:
+    """Exact without batch norm; with it neutral down to 10 examples (the paper's Figure 4), approximate below."""
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules()):
+        return Risk.EXACT
+    return Risk.NEUTRAL if size >= 10 else Risk.APPROXIMATE
 
 
 def apply(task: Task, settings: Settings) -> Task:

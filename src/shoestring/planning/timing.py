@@ -1,0 +1,61 @@
+"""How long a step would take: FLOPs, bytes and calls of its trace, at the rates of this device.
+
+    seconds = flops / flops_per_second + 3 born_bytes / bytes_per_second + calls seconds_per_call
+
+A tensor is written once and read about twice. The rates come from a calibration of about half a second; only ratios of
+predictions are used, so that what all plans share cancels.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from ..profiling import Profile
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this device does in a second, and what a call costs."""
+
+    flops_per_second: float
+    sparse_flops_per_second: float
+    bytes_per_second: float
+    seconds_per_call: float
+
+
+@cache
+def device_rates(threads: int) -> Rates:
+    """The rates of this CPU with this many threads, measured once a process."""
+    x, weight = torch.randn(8, 32, 32, 32), torch.randn(32, 32, 3, 3)
+    dense = 2 * x.numel() * weight[0].numel() / _seconds(lambda: F.conv2d(x, weight, padding=1))
+    large = torch.randn(4 * 2**20)
+    small = torch.randn(8)
+    return Rates(
+        flops_per_second=dense,
+        sparse_flops_per_second=0.75 * dense,  # benchmarks/sparse_convolution.py: 30% of the FLOPs in 0.4 of the time
+        bytes_per_second=3 * large.nbytes / _seconds(lambda: large + large),
+        seconds_per_call=4 * _seconds(lambda: small + small),
+    )
+
+
+def _seconds(run: Callable[[], object], repeats: int = 7) -> float:
+    run()
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def seconds_of(profile: Profile, rates: Rates, pieces: int = 1, sparse: bool = False) -> float:
+    """The predicted time of one step whose whole batch was traced, if it is run in `pieces`."""
+    flops = sum(profile.flops[part] for part in ("forward", "backward", "recompute"))
+    last = profile.ledger.time // 2  # two steps were traced: the second half is one
+    born = [entry.bytes for entry in profile.ledger.entries if entry.born > last]
+    rate = rates.sparse_flops_per_second if sparse else rates.flops_per_second
+    return flops / rate + 3 * sum(born) / rates.bytes_per_second + pieces * len(born) * rates.seconds_per_call
