@@ -35,6 +35,7 @@ __all__ = [
     "apply",
     "builtin",
     "load_weights",
+    "plan",
     "profile",
     "train",
 ]

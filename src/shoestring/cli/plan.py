@@ -1,0 +1,73 @@
+"""`shoestring plan MODEL --budget 7MB`: which techniques fit a budget, at what cost, before anything runs."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from .model import add_model, load_task, users_code
+from .options import command, given, output_file, print_json, whole_number, write_text
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+
+EXAMPLES = (
+    "wrn-28-2 --batch 100 --budget 90MB --risk exact",
+    "wrn-28-2 --batch 100 --budget 7MB --risk approximate --output plan.json",
+)
+
+
+def add(subparsers: Any) -> None:
+    parser = command(subparsers, "plan", run, "pick the cheapest techniques that fit a budget", EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 7MB or 1.5GB")
+    add_risk(parser)
+    parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
+    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+
+
+def add_risk(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--risk", choices=("exact", "neutral", "approximate"), default="neutral", help="what may change the result"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..units import parse_bytes
+
+    parse_bytes(args.budget)  # refuses nonsense before the work
+    with users_code(args.model):
+        result = make_plan(load_task(args.model, given(args, "batch", "tokens"), device="meta"), args)
+    if args.output:
+        write_text(args.output, result.to_json())
+        print(f"shoestring: wrote {args.output}", file=sys.stderr)
+    if args.json:
+        import json
+
+        print_json(json.loads(result.to_json()))
+    else:
+        from ..reporting.plans import show_plan
+        from ..reporting.terminal import make_console
+
+        show_plan(make_console(), result)
+    return 0
+
+
+def make_plan(task: Any, args: argparse.Namespace) -> "Plan":
+    """A task and the arguments --budget, --risk and --threads -> the plan, with operators' scratch calibrated."""
+    import torch
+
+    from ..measuring import calibrate
+    from ..planning.search import plan
+    from ..profiling import profile
+    from ..reporting.progress import progress
+
+    if getattr(args, "threads", None):
+        torch.set_num_threads(args.threads)
+    with progress("calibrating the step's operators, once for this machine") as advance:
+        workspace = calibrate(profile(task).signatures, advance)
+
+    def tell(words: str) -> None:
+        if not args.json:
+            print(f"shoestring: tracing {words}", file=sys.stderr)
+
+    return plan(task, args.budget, args.risk, workspace=workspace, progress=tell)
