@@ -7,25 +7,22 @@ Every file of a run but its record (which tells the time) must be the same to th
 
 import argparse
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "training"))
 
-from kills import SETTINGS, Server, check
+from kills import SETTINGS, Server, check, quick_folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which runs are killed")
     args = parser.parse_args()
     kills = -(-args.kills // len(SETTINGS))
     began = time.monotonic()
-    with Server() as server, tempfile.TemporaryDirectory() as folder:
+    with Server() as server, quick_folder() as folder:
         for setting in SETTINGS:
             runs = check(server, setting, kills, Path(folder) / setting, args.seed)
             seconds = time.monotonic() - began

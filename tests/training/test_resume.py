@@ -1,5 +1,7 @@
+from pathlib import Path
+
 import pytest
-from kills import SETTINGS, Server, check, remains
+from kills import SETTINGS, Server, check, quick_folder, remains
 
 
 @pytest.fixture(scope="module")
@@ -8,17 +10,23 @@ def server():
         yield server
 
 
+@pytest.fixture
+def folder():
+    with quick_folder() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_run_killed_at_17_moments_ends_with_the_same_bits_as_one_that_was_not(server, setting, tmp_path):
+def test_a_run_killed_at_17_moments_ends_with_the_same_bits_as_one_that_was_not(server, setting, folder):
     """Weights, momenta, masks, generators, best, averages and log: every file but the record is the same."""
-    check(server, setting, kills=17, folder=tmp_path, seed=1)
+    check(server, setting, kills=17, folder=folder, seed=1)
 
 
-def test_a_kill_at_any_byte_of_a_save_loses_no_more_than_that_save(server, tmp_path):
-    server.session(setting="momentum", folder=str(tmp_path / "whole"))
-    whole = remains(tmp_path / "whole")
+def test_a_kill_at_any_byte_of_a_save_loses_no_more_than_that_save(server, folder):
+    server.session(setting="momentum", folder=str(folder / "whole"))
+    whole = remains(folder / "whole")
     for number, place in enumerate([1, 8, 9, 500, 2_000, 8_000, 12_000]):
-        folder = str(tmp_path / str(number))
-        assert server.session(setting="momentum", folder=folder, bytes=place)
-        server.session(setting="momentum", folder=folder)
-        assert remains(tmp_path / str(number)) == whole
+        killed = folder / str(number)
+        assert server.session(setting="momentum", folder=str(killed), bytes=place)
+        server.session(setting="momentum", folder=str(killed))
+        assert remains(killed) == whole
