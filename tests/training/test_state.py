@@ -5,15 +5,16 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import Adam
+from shoestring import Adam, Task
 from shoestring.errors import ShoestringError
-from shoestring.training.save import Saves
+from shoestring.training.save import Saves, restore_task
 from shoestring.training.state import (
     ModelState,
     OptimizerState,
     Parts,
     RandomState,
     find_stateful,
+    fingerprint,
     model_tensors,
     pack,
     seeded,
@@ -217,9 +218,33 @@ class Masked(nn.Linear, Box):
         self.content = {"drawn": 3}
 
 
-def test_parts_of_a_task_that_have_a_state_are_found(tmp_path):
-    from shoestring import Task
+class Grown(nn.Module):
+    """As a sparse layer: the number of its values is drawn when it is built, and changes as it trains."""
 
+    def __init__(self, count, width=4):
+        super().__init__()
+        self.values, self.width = nn.Parameter(torch.randn(count)), width
+
+    def get_extra_state(self):
+        return {"width": self.width}
+
+    def set_extra_state(self, state):
+        self.width = state["width"]
+
+
+def test_a_module_with_an_extra_state_may_be_built_with_other_shapes(tmp_path):
+    one, two = nn.Sequential(Grown(5, width=9)), nn.Sequential(Grown(7))
+    assert fingerprint(one) == fingerprint(two) != fingerprint(nn.Sequential(nn.Linear(1, 1)))
+    assert fingerprint(nn.Linear(2, 3)) != fingerprint(nn.Linear(3, 3))
+    tasks = [Task(model, print, torch.ones(1), Adam()) for model in (one, two)]
+    groups = [{"model": ModelState(task.model), "parts": Parts(find_stateful(task))} for task in tasks]
+    saves = Saves(tmp_path / "saves")
+    saves.write(1, fingerprint(one), groups[0])
+    restore_task(tasks[1], saves.newest())
+    assert torch.equal(two[0].values, one[0].values) and two[0].width == 9
+
+
+def test_parts_of_a_task_that_have_a_state_are_found(tmp_path):
     def loss(model, batch):
         return model(batch).mean()
 
@@ -228,9 +253,7 @@ def test_parts_of_a_task_that_have_a_state_are_found(tmp_path):
             raise NotImplementedError
 
     scaling = Scaling({"scale": 1024.0})
-    task = Task(
-        nn.Sequential(Masked()), loss, torch.ones(1, 2), Adam(), contexts=(scaling,), after_update=(scaling,)
-    )
+    task = Task(nn.Sequential(Masked()), loss, torch.ones(1, 2), Adam(), contexts=(scaling,), after_update=(scaling,))
     found = find_stateful(task)
     assert set(found) == {"context0", "after_update0", "module 0"}
     through_a_save(tmp_path, Parts(found))

@@ -131,9 +131,36 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A model before training -> SHA-256 of the names, types and shapes of its tensors."""
-    tensors = [(name, str(t.dtype), list(t.shape)) for name, t in model_tensors(model).items()]
-    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+    """A model before training -> SHA-256 of the names, types and shapes of its tensors.
+
+    Where a module has an extra state, which is saved with it, its tensors may have other shapes each time that
+    it is built, as those of sparse layers have: they are known by their names and types.
+    """
+    modules = [(path, _tensors_of(module)) for path, module in model.named_modules()]
+    return hashlib.sha256(json.dumps(modules).encode()).hexdigest()
+
+
+def _tensors_of(module: nn.Module) -> list[Any]:
+    own = chain(module._parameters.items(), module._buffers.items())
+    fixed = not has_extra_state(module)
+    return [(name, str(t.dtype), list(t.shape) if fixed else None) for name, t in own if t is not None]
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """What a module saves besides its tensors, in PyTorch's own words for it."""
+
+    module: nn.Module
+
+    def state(self) -> Any:
+        return self.module.get_extra_state()
+
+    def restore(self, state: Any) -> None:
+        self.module.set_extra_state(state)
 
 
 def is_finite(model: nn.Module) -> bool:
@@ -237,7 +264,9 @@ def find_stateful(task: Task) -> dict[str, Stateful]:
     parts |= {f"after_update{number}": hook for number, hook in enumerate(task.after_update)}
     parts |= {"split": task.split, "loss": task.loss}
     parts |= {f"module {name}": module for name, module in task.model.named_modules()}
-    return {name: part for name, part in parts.items() if _is_stateful(part)}
+    extra = {f"extra {name}": m for name, m in task.model.named_modules() if has_extra_state(m)}
+    found = {name: part for name, part in parts.items() if _is_stateful(part)}
+    return found | {name: ExtraState(module) for name, module in extra.items()}
 
 
 def _is_stateful(part: Any) -> bool:
