@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..task import Task
-from . import checkpoint, microbatch
+from . import checkpoint, microbatch, sparsity
 from .risk import Risk
 
 
@@ -30,6 +30,7 @@ class Technique(NamedTuple):
 
 
 REGISTRY = (
+    Technique("nonzero", sparsity.Settings, sparsity.apply, sparsity.options, sparsity.risk),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options),
     Technique("microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk),
 )

@@ -37,6 +37,7 @@ from .functions import (
 from .keeping import Kept, keep
 from .patterns import CONVOLUTION, NORM, RELU, Patterns, learn, norm_arguments
 from .products import Convolution, Linear
+from .sparse_products import sparse_convolution
 from .tape import Tape
 from .widened import is_narrow, widened
 
@@ -226,7 +227,12 @@ class LeanRun(TorchFunctionMode):
         x, weight, bias = call.pop("input"), call["weight"], call["bias"]
         if x.dim() != 4 or isinstance(call["padding"], str):
             return func(*args, **kwargs)
-        product = Convolution(**call)
+        return self._product(x, weight, bias, Convolution(**call))
+
+    def _sparse(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        return self._product(*args)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None, product: Any) -> Tensor:
         if pending := self.pending.pop(id(x), None):
             norm = pending[1]
             return norm_relu_product(norm.x, norm.gamma, norm.beta, weight, bias, norm.statistics, product)
@@ -276,5 +282,5 @@ _IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
 _HANDLERS: dict[Any, Callable] = (
     dict.fromkeys(RELU, LeanRun._relu)
     | dict.fromkeys(CONVOLUTION, LeanRun._convolution)
-    | {F.dropout: LeanRun._dropout, F.linear: LeanRun._linear}
+    | {F.dropout: LeanRun._dropout, F.linear: LeanRun._linear, sparse_convolution: LeanRun._sparse}
 )

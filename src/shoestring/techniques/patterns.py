@@ -17,10 +17,11 @@ from torch.utils import _pytree as pytree
 
 from ..profiling.fakes import Faker, faked
 from ..task import Task
+from .sparse_products import sparse_convolution
 
 RELU = {F.relu, torch.relu, torch.relu_, F.relu_, Tensor.relu, Tensor.relu_}
 NORM = {F.batch_norm}
-CONVOLUTION = {torch.conv2d, F.conv2d}
+CONVOLUTION = {torch.conv2d, F.conv2d, sparse_convolution}
 
 
 @dataclass(frozen=True)

@@ -259,7 +259,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def find_stateful(task: Task) -> dict[str, Stateful]:
-    """What techniques put into a task that has a state of its own: contexts, hooks, the split, the loss, modules."""
+    """What techniques put into a task that has a state: contexts, hooks, the split, the loss, modules."""
     parts: dict[str, Any] = {f"context{number}": context for number, context in enumerate(task.contexts)}
     parts |= {f"after_update{number}": hook for number, hook in enumerate(task.after_update)}
     parts |= {"split": task.split, "loss": task.loss}

@@ -1,0 +1,105 @@
+"""Sparse convolution and linear layers as products (see `functions.Product`), and the functions that layers call.
+
+The functions can be overridden like PyTorch's own: a lean run sees them and fuses batch norm and ReLU into them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ..kernels.sparse_conv import (
+    sparse_conv2d_forward,
+    sparse_conv2d_input_gradient,
+    sparse_conv2d_weight_gradient,
+)
+from .functions import Product, lean_product
+
+Pair = tuple[Tensor, Tensor]
+
+
+def sparse_convolution(x: Tensor, values: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """x [N, in, H, W] and a sparse convolution, whose parameters are passed beside it -> y."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(sparse_convolution, (x,), x, values, bias, product)
+    return lean_product(x, values, bias, product)
+
+
+def sparse_linear(x: Tensor, values: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """x [..., in] and a sparse linear layer, whose parameters are passed beside it -> y [..., out]."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(sparse_linear, (x,), x, values, bias, product)
+    return lean_product(x, values, bias, product)
+
+
+@dataclass(frozen=True)
+class SparseConvolution:
+    """A sparse 2-d convolution."""
+
+    values: Tensor
+    index: Tensor
+    bias: Tensor | None
+    out_channels: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def _geometry(self) -> tuple[Any, ...]:
+        return self.kernel, self.stride, self.padding, self.dilation
+
+    def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
+        y = sparse_conv2d_forward(
+            x, self.values, self.index, self.out_channels, *self._geometry, *(prologue or ())
+        )
+        return y if self.bias is None else y.add_(self.bias.view(-1, 1, 1))
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
+        out = torch.empty_like(self.values)
+        return sparse_conv2d_weight_gradient(
+            x, grad, self.index, *self._geometry, *(prologue or ()), out=out
+        )
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        return sparse_conv2d_input_gradient(grad, self.values, self.index, shape, *self._geometry)
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.sum((0, 2, 3))
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """A sparse linear layer: the convolution with a 1 x 1 kernel of maps of one pixel."""
+
+    values: Tensor
+    index: Tensor
+    bias: Tensor | None
+    out_features: int
+
+    @property
+    def _convolution(self) -> SparseConvolution:
+        return SparseConvolution(
+            self.values, self.index, self.bias, self.out_features, (1, 1), (1, 1), (0, 0), (1, 1)
+        )
+
+    def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
+        y = self._convolution.forward(_as_map(x), prologue)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
+        return self._convolution.weight_gradient(_as_map(grad), _as_map(x), prologue)
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        flat = _as_map(grad)
+        gradient = self._convolution.input_gradient(flat, torch.Size((len(flat), shape[-1], 1, 1)))
+        return gradient.view(shape)
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.sum(tuple(range(grad.dim() - 1)))
+
+
+def _as_map(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1], 1, 1)

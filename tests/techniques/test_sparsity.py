@@ -1,0 +1,358 @@
+"""Sparse layers compute what dense ones with zeros compute, and are made, saved and loaded without a dense weight."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin, profile
+from shoestring.errors import NoEffect
+from shoestring.kernels.sparse_index import decode
+from shoestring.models import materialise
+from shoestring.techniques import sparsity
+from shoestring.techniques.dense_form import convert_to_dense, from_dense
+from shoestring.techniques.sparse_layers import (
+    SparseConv2d,
+    SparseLayer,
+    SparseLinear,
+    expected_index_bytes,
+)
+from shoestring.training.step import Stepper
+
+
+def layers_of(model):
+    return {name: module for name, module in model.named_modules() if isinstance(module, SparseLayer)}
+
+
+def positions(layer):
+    return decode(layer.index, layer.numel).long()
+
+
+def in_fp64(task):
+    return task.with_(model=task.model.double(), batch=(task.batch[0].double(), task.batch[1]))
+
+
+def gradients(model, loss, batch):
+    model.zero_grad()
+    loss(model, batch).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+# -- what a layer computes -------------------------------------------------------------------------------------
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1},
+    {"kernel_size": 3, "padding": "same", "dilation": 2, "bias": False},
+    {"kernel_size": (1, 3), "stride": (2, 1), "padding": "valid"},
+]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_sparse_convolution_is_the_dense_one_with_zeros(options, dtype):
+    torch.manual_seed(0)
+    sparse = SparseConv2d(nn.Conv2d(5, 7, **options).to(dtype), 60)
+    assert_same_as_dense(sparse, torch.randn(2, 5, 9, 8, dtype=dtype))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(6, 12), (2, 3, 12)])
+def test_a_sparse_linear_layer_is_the_dense_one_with_zeros(shape, bias):
+    torch.manual_seed(0)
+    assert_same_as_dense(SparseLinear(nn.Linear(12, 5, bias), 20), torch.randn(shape))
+
+
+def assert_same_as_dense(sparse, x):
+    dense = sparse.to_dense()
+    outputs, inputs = [], [x.clone().requires_grad_() for _ in range(2)]
+    for layer, one in zip((sparse, dense), inputs, strict=True):
+        y = layer(one)
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))
+        outputs.append(y)
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    torch.testing.assert_close(sparse.values.grad, dense.weight.grad.flatten()[positions(sparse)])
+    if sparse.bias is not None:  # the two layers share it: its gradient is there twice
+        torch.testing.assert_close(sparse.bias.grad, 2 * outputs[0].new_tensor(0) + dense.bias.grad)
+
+
+# -- a model of them -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", ["none", "no-bn", "residual-1", "residual-2*"])
+def test_a_sparse_model_has_the_gradients_of_the_dense_one_at_its_nonzeros_under_any_checkpointing(strategy):
+    torch.manual_seed(0)
+    task = sparsity.apply(in_fp64(builtin("wrn-10-1", batch=4)), sparsity.Settings(30))
+    dense = convert_to_dense(task.model)
+    expected = gradients(dense, task.loss, task.batch)
+    lean = apply(task, Plan(checkpoint=strategy, microbatch=None))
+    found = {}
+    lean.stepper.optimizer.step = lambda: found.update(
+        {name: p.grad for name, p in lean.model.named_parameters()}
+    )
+    lean.step(task.batch)
+    for name, layer in layers_of(lean.model).items():
+        whole = expected.pop(f"{name}.weight").flatten()
+        torch.testing.assert_close(found[f"{name}.values"], whole[positions(layer)])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_a_wide_resnet_keeps_its_first_convolution_classifier_and_norms_dense():
+    task = sparsity.apply(builtin("wrn-28-2", device="meta"), sparsity.Settings(30))
+    layers = layers_of(task.model)
+    assert sum(layer.numel for layer in layers.values()) == 1_451_520
+    assert sum(layer.values.numel() for layer in layers.values()) == round(0.3 * 1_451_520)
+    assert type(task.model.fc) is nn.Linear and isinstance(task.model.conv, nn.Conv2d)
+    shares = [layer.values.numel() / layer.numel for layer in layers.values()]
+    assert max(shares) - min(shares) < 1e-3
+
+
+def test_a_model_on_meta_stays_there_and_the_first_task_stays_dense():
+    task = builtin("wrn-10-1", device="meta")
+    lean = apply(task, Plan(nonzero=20))
+    assert all(p.is_meta for p in lean.model.parameters())
+    assert not layers_of(task.model) and layers_of(lean.model)
+    assert profile(lean.task).bytes_by_category["model"] < 0.3 * profile(task).bytes_by_category["model"]
+
+
+def test_materialised_values_are_drawn_as_the_dense_layer_draws_them_and_follow_from_the_seed():
+    models = [sparse_wrn(seed) for seed in (0, 0, 1)]
+    first, again, other = (model.blocks[4].conv1 for model in models)
+    assert torch.equal(first.values, again.values) and torch.equal(first.index, again.index)
+    assert not torch.equal(first.values, other.values) and not torch.equal(first.index, other.index)
+    assert first.values.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.03)  # variance 2 / fan-out
+
+
+def sparse_wrn(seed):
+    task = sparsity.apply(builtin("wrn-16-1", device="meta"), sparsity.Settings(20))
+    return materialise(task.model, seed=seed)
+
+
+def test_positions_are_drawn_evenly_over_the_weight():
+    torch.manual_seed(0)
+    drawn = torch.cat([positions(SparseLinear(nn.Linear(200, 200), 4_000)) for _ in range(20)])
+    counts = torch.histc(drawn.float(), 20, 0, 40_000)
+    assert (counts - 4_000).abs().max() < 5 * 4_000**0.5
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 60_000), st.floats(0.001, 1))
+def test_a_layer_has_as_many_nonzeros_as_wanted_and_about_the_index_that_is_predicted(numel, density):
+    count = max(1, round(numel * density))
+    layer = SparseLinear(nn.Linear(numel, 1, bias=False, device="meta"), count)
+    predicted = layer.index.numel()
+    materialise(layer)
+    assert len(positions(layer).unique()) == count == layer.values.numel()
+    assert abs(layer.index.numel() - predicted) <= 0.02 * predicted + 40
+
+
+def test_the_index_is_a_bitmap_or_gaps_whichever_is_shorter():
+    assert expected_index_bytes(80_000, 40_000) == 10_000
+    assert expected_index_bytes(80_000, 4_000) == 4_000
+    assert expected_index_bytes(80_000, 0) == 0
+
+
+# -- which layers ----------------------------------------------------------------------------------------------
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.across, self.out = nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 30)
+        self.out.weight = self.into.weight
+
+    def forward(self, x):
+        return self.out(self.across(self.into(x)))
+
+
+def tied_task():
+    torch.manual_seed(0)
+    return Task(Tied(), lambda model, batch: model(batch).square().mean(), torch.randn(4, 20), SGD(lr=0.1))
+
+
+def test_layers_are_selected_by_name_or_type():
+    task = sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(30, layers=("blocks.?.conv2",)))
+    assert list(layers_of(task.model)) == [f"blocks.{i}.conv2" for i in range(3)]
+    task = sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(30, layers=("Linear", "conv")))
+    assert set(layers_of(task.model)) == {"fc", "conv"}
+
+
+def test_layers_that_share_a_weight_share_its_nonzeros():
+    task = sparsity.apply(tied_task(), sparsity.Settings(50, layers=("into", "out")))
+    model = task.model
+    assert model.into.values is model.out.values and model.into.index is model.out.index
+    assert sum(p.numel() for p in model.parameters()) == 300 + 30 + 30 + 30 * 20 + 20
+    Stepper(task).step(task.batch)
+    dense = convert_to_dense(model)
+    assert dense.into.weight is dense.out.weight
+    torch.testing.assert_close(dense(task.batch), model(task.batch))
+
+
+def test_a_weight_shared_with_a_dense_layer_stays_dense_unless_asked():
+    assert list(layers_of(from_dense(tied_task().model, 50))) == ["across"]
+    with pytest.raises(ShoestringError, match="into shares its weight with out: make both sparse"):
+        from_dense(tied_task().model, 50, layers=("into",))
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight - self.weight.mean(), self.bias)
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (nn.Conv2d(4, 4, 3, groups=2), "it has 2 groups, and only 1 is supported"),
+        (nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"), "its padding is reflect"),
+        (nn.Conv2d(4, 4, 4, padding="same"), "uneven"),
+        (Standardised(4, 4, 3), "forward of its own"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), "not a plain parameter"),
+        (nn.MultiheadAttention(4, 1), "no Conv2d, Linear or Embedding"),
+        (nn.MultiheadAttention(4, 1).out_proj, "reads its weight itself"),
+        (SparseLinear(nn.Linear(4, 4), 5), "sparse already"),
+    ],
+)
+def test_a_layer_that_cannot_be_sparse_is_refused_by_name(module, words):
+    with pytest.raises(ShoestringError, match=f"^layer cannot be made sparse: .*{words}"):
+        from_dense(nn.ModuleDict({"layer": module}), 50, layers=("layer",))
+
+
+@pytest.mark.parametrize("nonzero", [0, -5, 100.1, float("nan")])
+def test_a_density_of_none_or_over_100_percent_is_refused(nonzero):
+    with pytest.raises(ShoestringError, match="% of nonzeros cannot be trained"):
+        sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(nonzero))
+
+
+def test_wrong_settings_are_refused():
+    task = builtin("wrn-10-1", device="meta")
+    with pytest.raises(NoEffect, match="100% of nonzeros is the dense model"):
+        sparsity.apply(task, sparsity.Settings(100))
+    with pytest.raises(ShoestringError, match="no rewiring 'often': use one of dsr, set, static"):
+        sparsity.apply(task, sparsity.Settings(30, method="often"))
+    with pytest.raises(ShoestringError, match="no way 'first'"):
+        sparsity.apply(task, sparsity.Settings(30, keep="first"))
+    with pytest.raises(ShoestringError, match="no layer of name or type 'conv9'"):
+        sparsity.apply(task, sparsity.Settings(30, layers=("conv9",)))
+    with pytest.raises(ShoestringError, match="no layer to make sparse"):
+        from_dense(nn.Sequential(nn.Linear(3, 3)), 30)
+    with pytest.raises(ShoestringError, match="0 is too small to keep a weight at 1%"):
+        from_dense(nn.Sequential(nn.Linear(3, 3), nn.Linear(100, 100)), 1, layers=("*",))
+
+
+def filled_by(fill):
+    class Layer(nn.Linear):
+        def reset_parameters(self):
+            fill(self.weight)
+            nn.init.constant_(self.bias, 3)
+
+    return Layer
+
+
+def test_values_follow_every_step_of_the_dense_layers_own_initialisation():
+    layer = SparseLinear(filled_by(lambda w: w.data.uniform_(0, 1).mul_(2).add_(5).clamp_(max=6.9))(99, 99), 5_000)
+    assert layer.values.min() >= 5 and layer.values.mean().item() == pytest.approx(6, abs=0.1)
+    assert layer.values.max().item() == pytest.approx(6.9) and (layer.bias == 3).all()
+
+
+@pytest.mark.parametrize("fill", [nn.init.orthogonal_, nn.init.trunc_normal_])
+def test_first_values_that_cannot_be_drawn_at_nonzeros_alone_are_refused(fill):
+    layer = filled_by(fill)
+    with torch.device("meta"):
+        model = nn.Sequential(layer(8, 8), nn.Linear(8, 2))
+    with pytest.raises(ShoestringError, match="the first values of 0 cannot be drawn one by one"):
+        from_dense(model, 50)
+    assert layers_of(from_dense(nn.Sequential(layer(8, 8), nn.Linear(8, 2)), 50))  # they are there already
+
+
+# -- dense and back --------------------------------------------------------------------------------------------
+def test_the_largest_weights_are_kept_of_a_trained_model():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(150, 200), nn.Linear(200, 2))
+    weight = model[0].weight.detach().clone()
+    sparse = from_dense(model, 10)[0]
+    kept = weight.flatten()[positions(sparse)]
+    assert torch.equal(kept, sparse.values) and len(kept) == 3_000
+    assert torch.equal(kept.abs().sort().values, weight.flatten().abs().sort().values[-3_000:])
+
+
+def test_of_equal_weights_the_wanted_number_is_kept():
+    model = nn.Sequential(nn.Linear(30, 10), nn.Linear(10, 2))
+    nn.init.ones_(model[0].weight)
+    assert torch.equal(positions(from_dense(model, 20)[0]), torch.arange(60))
+
+
+def test_random_weights_are_kept_of_a_new_model_and_nothing_else_changes():
+    task = builtin("wrn-10-1")
+    before = copy.deepcopy(task.model)
+    lean = sparsity.apply(task, sparsity.Settings(25))
+    dense = convert_to_dense(lean.model).state_dict()
+    for name, tensor in before.state_dict().items():
+        zeros = (dense[name] == 0).float().mean().item()
+        assert torch.equal(torch.where(dense[name] == 0, dense[name], tensor), dense[name])
+        assert ("blocks" in name and "conv" in name) == (zeros == pytest.approx(0.75, abs=0.01))
+
+
+def test_a_dense_copy_has_plain_layers_and_the_same_outputs():
+    task = sparsity.apply(builtin("wrn-10-1", batch=2), sparsity.Settings(30))
+    dense = convert_to_dense(task.model)
+    assert layers_of(task.model) and not layers_of(dense)
+    fresh = builtin("wrn-10-1").model
+    fresh.load_state_dict(dense.state_dict())
+    for model in (task.model, dense, fresh):
+        model.eval()
+    torch.testing.assert_close(dense(task.batch[0]), task.model(task.batch[0]))
+    torch.testing.assert_close(fresh(task.batch[0]), task.model(task.batch[0]))
+
+
+def test_an_encoder_layer_of_pytorch_runs_with_sparse_layers_in_training_and_evaluation():
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
+    model = from_dense(nn.Sequential(layer, nn.Linear(16, 2)), 50)
+    assert set(layers_of(model)) == {"0.linear1", "0.linear2"}
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(model.eval()(x), convert_to_dense(model).train()(x))
+
+
+# -- saving and loading ----------------------------------------------------------------------------------------
+def sparse_pair(nonzero=30, width=60):
+    return from_dense(nn.Sequential(nn.Linear(width, 40), nn.Linear(40, 40), nn.Linear(40, 2)), nonzero)
+
+
+def test_a_state_dict_is_loaded_whatever_the_layers_share_of_the_nonzeros():
+    torch.manual_seed(0)
+    one, two = sparse_pair(), sparse_pair()
+    generator = np.random.default_rng(0)
+    one[0].rewire(0.0, 50, generator)
+    two[1].rewire(0.0, 10, generator)
+    values = two[0].values
+    two.load_state_dict(one.state_dict())
+    assert two[0].values is values and values.numel() == one[0].values.numel()
+    x = torch.randn(3, 60)
+    assert torch.equal(one(x), two(x))
+
+
+def test_a_save_of_another_density_or_shape_or_a_dense_one_is_refused():
+    model = sparse_pair()
+    with pytest.raises(ShoestringError, match=r"0 is of 1,200 nonzeros in all here and of 800 in the save"):
+        model.load_state_dict(sparse_pair(nonzero=20).state_dict())
+    with pytest.raises(ShoestringError, match=r"0 has shape \(40, 60\) here and \(40, 70\) in the save"):
+        model.load_state_dict(sparse_pair(width=70).state_dict())
+    with pytest.raises(ShoestringError, match="0 is sparse here and dense in the save"):
+        model.load_state_dict(convert_to_dense(model).state_dict())
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda s: s["0.index"].bitwise_not_(), "holds 1680 nonzeros but there are 720 values"),
+        (lambda s: s.update({"0.index": s["0.index"][:-1]}), "0: the sparse index"),
+        (lambda s: s.update({"0.values": s["0.values"][1:]}), "holds 720 nonzeros but there are 719 values"),
+        (lambda s: s.update({"0.index": s["0.index"].float()}), "is a vector of bytes"),
+    ],
+)
+def test_a_damaged_index_is_refused(damage, words):
+    model = sparse_pair()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    damage(state)
+    with pytest.raises(ShoestringError, match=words):
+        model.load_state_dict(state)

@@ -1,0 +1,238 @@
+"""Rewiring keeps the total of nonzeros, prunes the weak, grows zeros elsewhere, and follows from a saved state."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from shoestring import SGD, Adam, Plan, apply, builtin
+from shoestring.kernels.sparse_index import decode, validate
+from shoestring.techniques import sparsity
+from shoestring.techniques.dense_form import from_dense
+from shoestring.techniques.nonzeros import count_from, threshold_of
+from shoestring.techniques.rewiring import Rewiring, Schedule, shares, sparse_layers
+from shoestring.techniques.sparse_layers import SparseLinear
+from shoestring.training.step import Stepper
+
+
+def three_layers(nonzero=20, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    sizes = [(30, 70), (70, 50), (50, 20)]
+    model = nn.Sequential(*(nn.Linear(*size, dtype=dtype) for size in sizes))
+    return from_dense(model, nonzero, layers=("*",), keep="random", seed=seed)
+
+
+def rewire(model, rewiring, optimizer=None):
+    return rewiring.rewire(model, optimizer or torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def counts(model):
+    return [layer.values.numel() for layer in sparse_layers(model)]
+
+
+def entries(layer):
+    """{position: value} of a layer."""
+    return dict(zip(decode(layer.index, layer.numel).tolist(), layer.values.tolist(), strict=True))
+
+
+# -- what is pruned and grown ----------------------------------------------------------------------------------
+@settings(max_examples=40, deadline=None)
+@given(
+    nonzero=st.floats(0.5, 99),
+    method=st.sampled_from(["dsr", "set"]),
+    fraction=st.floats(0.001, 0.9),
+    threshold=st.sampled_from([1e-9, 0.001, 0.05, 0.1, 10.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+)
+def test_the_total_of_nonzeros_is_always_the_same(nonzero, method, fraction, threshold, dtype):
+    model = three_layers(nonzero, dtype)
+    before = counts(model)
+    rewiring = Rewiring(method, fraction, threshold=threshold)
+    for _ in range(3):
+        rewire(model, rewiring)
+        assert sum(counts(model)) == sum(before)
+        assert method == "dsr" or counts(model) == before
+        for layer in sparse_layers(model):
+            validate(layer.index, layer.numel, layer.values.numel())
+
+
+def test_weights_below_the_threshold_go_and_zeros_come_at_free_positions():
+    model = three_layers()
+    before = [entries(layer) for layer in sparse_layers(model)]
+    pruned = rewire(model, Rewiring(threshold=0.05))
+    grown = 0
+    for old, layer in zip(before, sparse_layers(model), strict=True):
+        new = entries(layer)
+        survivors = {position: value for position, value in old.items() if abs(value) >= 0.05}
+        assert survivors.items() <= new.items()
+        fresh = [value for position, value in new.items() if position not in survivors]
+        assert not any(fresh)
+        grown += len(fresh)
+    assert pruned == grown > 0
+
+
+def test_layers_grow_in_proportion_to_what_survives():
+    model = three_layers()
+    with torch.no_grad():
+        for layer, share in zip(sparse_layers(model), (0.0, 0.5, 0.9), strict=True):
+            layer.values.fill_(1)[: int(share * layer.values.numel())] = 0
+    survivors = [count_from(layer.values.detach(), 0.5) for layer in sparse_layers(model)]
+    pruned = rewire(model, Rewiring(threshold=0.5))
+    grown = [now - left for now, left in zip(counts(model), survivors, strict=True)]
+    assert sum(grown) == pruned
+    for got, left in zip(grown, survivors, strict=True):
+        assert got == pytest.approx(pruned * left / sum(survivors), abs=1)
+
+
+def test_a_layer_that_loses_everything_may_grow_again():
+    model = three_layers()
+    with torch.no_grad():
+        sparse_layers(model)[1].values.zero_()
+    for _ in range(3):
+        rewire(model, Rewiring(threshold=1e-6))
+    assert all(counts(model))
+
+
+def test_set_prunes_the_smallest_of_each_layer():
+    model = three_layers()
+    before = [entries(layer) for layer in sparse_layers(model)]
+    rewire(model, Rewiring("set", fraction=0.02))
+    for old, layer in zip(before, sparse_layers(model), strict=True):
+        kept = sorted(old.values(), key=abs)[round(0.02 * layer.numel) :]
+        assert sorted(filter(None, entries(layer).values())) == sorted(kept)
+
+
+def test_every_free_position_is_as_likely():
+    times = np.zeros(400)
+    for seed in range(600):
+        layer = SparseLinear(nn.Linear(20, 20), 100)
+        first = set(entries(layer))
+        layer.rewire(0.0, 30, np.random.default_rng(seed))
+        times[list(set(entries(layer)) - first)] += 1
+    expected = 600 * 0.75 * 30 / 300
+    assert abs(times - expected).max() < 5 * expected**0.5
+
+
+def test_the_threshold_doubles_or_halves_until_the_wanted_number_goes():
+    wanted = 0.02 * (30 * 70 + 70 * 50 + 50 * 20)
+    for start in (1e-6, 1.0):
+        rewiring, model = Rewiring(fraction=0.02, threshold=start), three_layers()
+        for _ in range(25):
+            for layer in sparse_layers(model):
+                nn.init.uniform_(layer.values, -0.1, 0.1)
+            before, pruned = rewiring.threshold, rewire(model, rewiring)
+            factor = 2 if pruned < 0.9 * wanted else 0.5 if pruned > 1.1 * wanted else 1
+            assert rewiring.threshold == before * factor
+        assert 0.4 * wanted < pruned < 2.1 * wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), min_size=1), st.floats(0, 1))
+def test_shares_add_up_and_stay_within_their_room(layers, part):
+    weights, room = zip(*layers, strict=True)
+    count = round(part * sum(room))
+    given_ = shares(count, weights, room)
+    assert sum(given_) == count and all(0 <= g <= r for g, r in zip(given_, room, strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-4, 4, width=16), min_size=1, max_size=40), st.data())
+def test_a_threshold_is_the_least_with_the_wanted_number_below_it(numbers, data):
+    values, count = torch.tensor(numbers), data.draw(st.integers(1, len(numbers)))
+    threshold = threshold_of(values, count)
+    below = len(numbers) - count_from(values, threshold)
+    assert below >= count
+    assert sum(abs(x) < np.nextafter(np.float32(threshold), np.float32(0)) for x in numbers) < count
+
+
+# -- the optimizer, and what else is in force ------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, nesterov=True), Adam()])
+def test_the_optimizer_starts_anew_for_rewired_tensors_and_goes_on_for_the_others(optimizer):
+    task = sparsity.apply(builtin("wrn-10-1", batch=2).with_(optimizer=optimizer), sparsity.Settings(20))
+    stepper = Stepper(task)
+    stepper.step(task.batch)
+    state = stepper.optimizer.state
+    bias, values = task.model.fc.bias, task.model.blocks[0].conv1.values
+    kept = copy.deepcopy(state[bias])
+    assert state[values]
+    rewire(task.model, task.after_update[0], stepper.optimizer)
+    assert values not in state and state[bias].keys() == kept.keys()
+    stepper.step(task.batch)
+    assert all(t.numel() in (1, values.numel()) for t in state[values].values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(checkpoint="residual-2*", microbatch=2)])
+def test_training_goes_on_through_rewirings(plan):
+    task = sparsity.apply(builtin("wrn-10-1", batch=4), sparsity.Settings(30, frequency_multiplier=50))
+    lean = apply(task, plan)
+    total = sum(counts(lean.model))
+    before = [layer.index.clone() for layer in sparse_layers(lean.model)]
+    losses = [lean.step(task.batch).item() for _ in range(6)]
+    assert sum(counts(lean.model)) == total
+    assert not all(torch.equal(b, layer.index) for b, layer in zip(before, sparse_layers(lean.model), strict=True))
+    assert losses[-1] < losses[0]
+
+
+def test_rewiring_follows_from_its_saved_state():
+    task = sparsity.apply(builtin("wrn-10-1", batch=2), sparsity.Settings(30, frequency_multiplier=100))
+    first, model = task.after_update[0], task.model
+    first.update = 7
+    rewire(model, first)
+    twin, second = copy.deepcopy(model), Rewiring(seed=99)
+    second.fraction, state = first.fraction, copy.deepcopy(first.state())
+    second.restore(state)
+    assert second.update == 7 and second.threshold == first.threshold
+    rewire(model, first)
+    rewire(twin, second)
+    for a, b in zip(sparse_layers(model), sparse_layers(twin), strict=True):
+        assert torch.equal(a.index, b.index) and torch.equal(a.values, b.values)
+
+
+def test_static_sparsity_has_no_hook_and_frozen_layers_are_not_rewired():
+    task = builtin("wrn-10-1", device="meta")
+    assert sparsity.apply(task, sparsity.Settings(30, method="static")).after_update == ()
+    model = three_layers()
+    model[0].values.requires_grad_(False)
+    assert sparse_layers(model) == [model[1], model[2]]
+
+
+# -- when ------------------------------------------------------------------------------------------------------
+def test_the_schedule_is_the_papers():
+    due = [update for update in range(1, 100_001) if Schedule().is_due(update, 100_000)]
+    expected = [*range(100, 12_501, 100), *range(12_600, 40_001, 200), *range(40_400, 70_001, 400),
+                *range(70_400, 95_001, 800)]  # fmt: skip
+    assert due == expected
+
+
+def test_periods_stretch_with_the_run_and_a_frequency_rewires_more_often():
+    half = [update for update in range(1, 50_001) if Schedule().is_due(update, 50_000)]
+    assert [*range(100, 6_251, 100)] == [update for update in half if update <= 6_250] and half[-1] <= 47_500
+    twice = [update for update in range(1, 1_001) if Schedule(frequency=2).is_due(update, 100_000)]
+    assert twice == [*range(50, 1_001, 50)]
+
+
+def test_a_run_that_knows_its_length_goes_by_it():
+    rewired = []
+
+    class Counting(Rewiring):
+        def rewire(self, model, optimizer):
+            rewired.append(self.update)
+
+    task = builtin("wrn-10-1", batch=2).with_(after_update=(Counting(schedule=Schedule(frequency=100)),))
+    stepper = Stepper(task, length=20)
+    for _ in range(20):
+        stepper.task.after_update[0](stepper)
+    assert rewired == [1, 2, 4, 6, 8, 12, 16]  # every 1, 2, 4, 8 updates up to 2.5, 8, 14 and 19
+
+
+def test_multipliers_are_those_of_the_papers_tables():
+    wrn = sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(28)).after_update[0]
+    assert (wrn.fraction, wrn.schedule.frequency) == (pytest.approx(2 * 0.01377866), 0.5)
+    assert sparsity.multipliers(three_layers(), 50) == (4, 0.125)
+    chosen = sparsity.Settings(28, fraction_multiplier=3, frequency_multiplier=7)
+    hook = sparsity.apply(builtin("wrn-10-1", device="meta"), chosen).after_update[0]
+    assert (hook.fraction, hook.schedule.frequency) == (pytest.approx(3 * 0.01377866), 7)
