@@ -236,6 +236,8 @@ def test_a_folder_of_a_run_is_not_used_for_another(tmp_path):
         train(own, Noise(), epochs=1, run=run, resume=True)
     with pytest.raises(ShoestringError, match="batch was None and is now 6"):
         train(task(), Noise(), epochs=1, run=run, resume=True, settings={"batch": 6})
+    with pytest.raises(ShoestringError, match=r"remembers was \[\] and is now \['masks'\]"):
+        train(task(), Noise(), epochs=1, run=run, resume=True, generators={"masks": torch.Generator()})
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 

@@ -75,7 +75,8 @@ def train(
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
     budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch)
     how = Recipe(**recipe)
-    training = Training(lean, as_data(data, how.seed), how, folder, budget, settings or {})
+    further = dict(settings or {}) | {"remembers": sorted([*(stateful or ()), *(generators or ())])}
+    training = Training(lean, as_data(data, how.seed), how, folder, budget, further)
     training.parts = dict(stateful or {})
     training.generators = dict(generators or {})
     training.listeners = (*listeners,)
@@ -93,14 +94,14 @@ class Training:
         recipe: Recipe,
         folder: RunFolder | None,
         budget: Budget,
-        settings: Mapping[str, Any],
+        settings: dict[str, Any],
     ) -> None:
         self.lean, self.data, self.recipe, self.folder, self.budget = lean, data, recipe, folder, budget
         self.length = recipe.length(len(data))
         self.fingerprint = fingerprint(lean.model)
         self.record = RunRecord(
             task=lean.task.name or type(lean.model).__name__,
-            settings=self._settings() | dict(settings),
+            settings=self._settings() | settings,
             environment=environment(),
             budget_bytes=budget.limit,
             predicted_peak_bytes=lean.plan.predicted_peak_bytes,
