@@ -1,0 +1,129 @@
+"""`shoestring bench MODEL`: plain PyTorch and the lean run, interleaved: what is saved, and what it costs."""
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from .model import add_model, load_task, users_code
+from .options import add_techniques, command, given, print_json, whole_number
+from .plan import add_risk, make_plan
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+    from ..task import Task
+    from ..training.apply import LeanTask
+
+EXAMPLES = (
+    "wrn-28-2 --batch 100 --checkpoint 'residual-2*' --microbatch 10",
+    "wrn-28-2 --batch 100 --budget 90MB --json",
+)
+
+
+def add(subparsers: Any) -> None:
+    parser = command(subparsers, "bench", run, "measure the lean run beside plain PyTorch", EXAMPLES)
+    add_model(parser)
+    add_techniques(parser)
+    parser.add_argument("--budget", metavar="SIZE", help="plan for this budget instead of naming techniques")
+    add_risk(parser)
+    parser.add_argument("--steps", type=whole_number(1, 1000), default=5, metavar="N", help="timed steps of each")
+    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    with users_code(args.model):
+        data = measure(args)
+    if args.json:
+        print_json(data)
+    else:
+        show(data)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments -> both runs: predicted and measured peak, seconds of a step, and their ratios."""
+    from ..planning.plan import Plan
+    from ..training.apply import lean_task
+
+    sizes = given(args, "batch", "tokens")
+    techniques = given(args, "nonzero", "precision", "microbatch", "checkpoint")
+    blank = load_task(args.model, sizes, device="meta")
+    plan = make_plan(blank, args) if args.budget else Plan(**techniques)
+    tasks = {"baseline": (Plan(), blank), "lean": (plan, lean_task(blank, plan))}
+    rows = {name: {"settings": plan.techniques()} | predict(task) for name, (plan, task) in tasks.items()}
+    for name, (plan, _) in tasks.items():
+        rows[name]["measured_peak_bytes"] = measured_peak(load_task(args.model, sizes, device="meta"), plan)
+    for name, seconds in times(args, sizes, [plan for plan, _ in tasks.values()], list(tasks)).items():
+        rows[name]["seconds_per_step"] = seconds
+    plain, lean = rows["baseline"], rows["lean"]
+    return {
+        "task": blank.name,
+        **rows,
+        "memory_ratio": plain["measured_peak_bytes"] / lean["measured_peak_bytes"],
+        "time_ratio": lean["seconds_per_step"] / plain["seconds_per_step"],
+        "predicted_peak_bytes": lean["predicted_peak_bytes"],
+        "measured_peak_bytes": lean["measured_peak_bytes"],
+    }
+
+
+def predict(task: "Task") -> dict[str, Any]:
+    from ..measuring import calibrate
+    from ..profiling import profile
+
+    return {"predicted_peak_bytes": profile(task, calibrate(profile(task).signatures)).peak_bytes}
+
+
+def build(task: "Task", plan: "Plan") -> "LeanTask":
+    """A task on the meta device -> the lean task with weights, built straight into its lean form."""
+    from ..models import materialise
+    from ..training.apply import apply
+
+    lean = apply(task, plan)
+    materialise(lean.model)
+    return lean
+
+
+def measured_peak(task: "Task", plan: "Plan") -> int:
+    """The peak of building the model and two steps, the batch included, as the allocator meter reads it."""
+    from torch import Tensor
+    from torch.utils import _pytree as pytree
+
+    from ..measuring.allocator import measure_allocator
+
+    def two_steps() -> None:
+        lean = build(task, plan)
+        for _ in range(2):
+            lean.step(task.batch)
+
+    return measure_allocator(two_steps, [t for t in pytree.tree_leaves(task.batch) if isinstance(t, Tensor)]).peak_bytes
+
+
+def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: list[str]) -> dict[str, float]:
+    """Median seconds of a step of each plan, their steps taken in turn so that both meet the same machine."""
+    leans = [build(load_task(args.model, sizes, device="meta"), plan) for plan in plans]
+    batch = load_task(args.model, sizes, device="meta").batch
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(args.steps + 1):
+        for name, lean in zip(names, leans, strict=True):
+            start = time.perf_counter()
+            lean.step(batch)
+            if number:  # the first is the warm-up
+                taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(seconds) for name, seconds in taken.items()}
+
+
+def show(data: dict[str, Any]) -> None:
+    """Prints both runs and their ratios."""
+    from ..units import format_bytes
+
+    for name in ("baseline", "lean"):
+        row = data[name]
+        words = ", ".join(f"{key} {value}" for key, value in row["settings"].items()) or "plain PyTorch"
+        predicted, measured = format_bytes(row["predicted_peak_bytes"]), format_bytes(row["measured_peak_bytes"])
+        print(f"{name:9} {words}")
+        print(f"          predicted {predicted}, measured {measured}, {row['seconds_per_step']:.3f} s a step")
+    print(f"{data['memory_ratio']:.1f}x less memory, {data['time_ratio']:.2f}x the time")
