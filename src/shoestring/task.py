@@ -66,6 +66,7 @@ class Task:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
     `contexts` are entered around each microbatch's forward and backward pass, outermost first;
     `clip` is the largest norm of the whole gradient, if any;
+    `scaling` makes the run's loss scale, which FP16 gradients need;
     `after_update` are called with the stepper after each update, when no gradient is there.
     """
 
@@ -79,6 +80,7 @@ class Task:
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
     after_update: tuple[Hook, ...] = ()
+    scaling: Callable[[], Any] | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
 
     def __post_init__(self) -> None:

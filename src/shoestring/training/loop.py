@@ -128,7 +128,7 @@ class Training:
         return {
             "model": ModelState(self.lean.model),
             "optimizer": OptimizerState(self.lean.stepper.optimizer),
-            "parts": Parts(find_stateful(self.lean.task) | self.parts),
+            "parts": Parts(find_stateful(self.lean.task) | self.lean.stepper.stateful() | self.parts),
             "run": self,
             "random": RandomState(self.generators),
         }

@@ -1,5 +1,6 @@
 """One training step: microbatches forward and backward, then the update. The profiler traces the same."""
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
+from ..kernels.gradients import squared_norm
 from ..ledger import Phase
 from ..phases import phase
 from ..task import Task
@@ -27,6 +29,7 @@ class Stepper:
                 "the model has no parameter that requires a gradient: there is nothing to train"
             )
         self.optimizer = task.optimizer(parameters)
+        self.scale = task.scaling() if task.scaling else None
 
     def step(self, batch: Any) -> Tensor:
         pieces = list(self.task.split(batch))
@@ -37,12 +40,19 @@ class Stepper:
         total = sum(counts)
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
-        losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
-        with phase(Phase.UPDATE):
-            self._update()
-        for hook in self.task.after_update:
+        try:
+            losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
+            with phase(Phase.UPDATE):
+                updated = self._update()
+        finally:  # what is left of a step that broke off must not join the next
+            self.optimizer.zero_grad(set_to_none=True)
+        for hook in self.task.after_update if updated else ():
             hook(self)
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def stateful(self) -> dict[str, Any]:
+        """What the step itself remembers from one update to the next, besides the optimizer."""
+        return {"scale": self.scale} if self.scale else {}
 
     def _pass(self, piece: Any, weight: float) -> Tensor:
         with ExitStack() as stack:
@@ -53,15 +63,47 @@ class Stepper:
                 check_loss(loss)
                 if weight != 1:
                     loss = loss * weight
+                scaled = self._scaled(loss)
             with phase(Phase.BACKWARD):
-                loss.backward()
+                scaled.backward()
             return loss.detach()
 
-    def _update(self) -> None:
-        if self.task.clip is not None:
+    def _scaled(self, loss: Tensor) -> Tensor:
+        """The loss as the backward pass starts from it; in FP32, for the scale alone may be beyond FP16."""
+        if self.scale is None:
+            return loss
+        self.scale.check(loss)
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale.value
+
+    def _update(self) -> bool:
+        """Updates the weights -> True; False if the gradients overflowed and the step was skipped."""
+        unscale = 1.0
+        if self.scale is not None:
+            unscale = 1 / self.scale.value
+            if not self.scale.accepts(self.task.model):
+                return False
+        step_by = getattr(self.optimizer, "step_by", None)  # lean optimizers take a factor of the gradients
+        if step_by is not None:
+            step_by(self._factor(unscale))
+            return True
+        if self.scale is not None:
+            factor = self._factor(unscale)
+            for parameter in self._with_gradient():
+                parameter.grad.mul_(factor)
+        elif self.task.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _factor(self, unscale: float) -> float:
+        """What the gradients must be multiplied with: the loss scale taken out, their whole norm clipped."""
+        if self.task.clip is None:
+            return unscale
+        norm = unscale * math.sqrt(sum(squared_norm(p.grad) for p in self._with_gradient()))
+        return unscale * min(1.0, self.task.clip / (norm + 1e-6))
+
+    def _with_gradient(self) -> list[Any]:
+        return [parameter for parameter in self.task.model.parameters() if parameter.grad is not None]
 
 
 def check_loss(loss: Any) -> None:
