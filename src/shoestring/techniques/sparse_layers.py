@@ -143,7 +143,8 @@ class SparseLayer(nn.Module):
         return torch.tensor([*self.shape, self.total])
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Checked before anything is loaded."""
+        """Refuses what was loaded into the layer if it does not belong there."""
+        self._check_saved(type(self).__name__, self.values, self.index, state)
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         """Refuses a save of another shape or density, or a damaged index; then takes the sizes of the saved tensors."""
