@@ -85,6 +85,15 @@ def test_a_run_ends_with_its_memory_its_quality_and_the_command_to_evaluate_it(t
     assert abs(record["predicted_peak_bytes"] - record["measured_peak_bytes"]) <= 0.02 * record["measured_peak_bytes"]
 
 
+def test_a_budget_alone_is_planned_for_and_kept(train, tmp_path):
+    plain = json.loads(train("--epochs", 1, "--json", "--run", "plain").out)
+    budget = int(0.9 * plain["measured_peak_bytes"])
+    found = json.loads(train("--epochs", 1, "--budget", budget, "--json", "--run", "lean").out)
+    assert found["settings"]["techniques"] and found["measured_peak_bytes"] <= budget
+    resumed = train("--epochs", 1, "--budget", budget, "--json", "--run", "lean", "--resume")
+    assert json.loads(resumed.out)["settings"]["techniques"] == found["settings"]["techniques"]
+
+
 def test_json_is_all_that_stdout_has(train):
     answer = train("--epochs", 1, "--json")
     found = json.loads(answer.out)
@@ -128,7 +137,8 @@ def complaint(answer, code=2):
 
 
 def test_a_step_over_the_budget_is_refused_before_it_runs(train, tmp_path):
-    words = complaint(train("--epochs", 1, "--budget", "10KB"), code=3)
+    assert "no plan fits 10.00 KB" in complaint(train("--epochs", 1, "--budget", "10KB"), code=3)
+    words = complaint(train("--epochs", 1, "--budget", "10KB", "--microbatch", 2), code=3)
     assert words.startswith("a step would need ") and "and the budget is 10.00 KB: add techniques" in words
     assert not (tmp_path / "runs").exists()
 

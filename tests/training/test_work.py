@@ -7,7 +7,7 @@ from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
 from shoestring.training.loop import train
-from shoestring.training.work import CrossEntropy, PairWork, ids_in, image_work, largest, takes_images
+from shoestring.training.work import CrossEntropy, ids_in, image_work, largest, pair_work, takes_images
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def translation(pairs, **changes):
     torch.manual_seed(0)
     model = DynamicConvTransformer(Settings(len(pairs.source), len(pairs.target), **small, **still))
     task = Task(model, translation_loss, None, Adam(), items=count_target_tokens, name="translation")
-    return PairWork(task, pairs, tokens=300, seed=1, longest=1024, **changes)
+    return pair_work(task, pairs, tokens=300, seed=1, longest=1024, **changes)
 
 
 def test_a_batch_of_sentences_trains_the_same_in_microbatches_of_tokens(pairs):
@@ -48,6 +48,15 @@ def test_translations_are_judged_by_validation_loss_or_bleu(pairs):
     pytest.importorskip("sacrebleu")
     judged = translation(pairs, quality="bleu").under(Plan())
     assert judged.evaluation.name == "BLEU" and judged.evaluation.higher
+
+
+def test_a_plan_by_sentences_becomes_one_by_tokens_that_holds_as_many(pairs):
+    work = translation(pairs)
+    length = max(part.shape[1] for part in work.task.batch)
+    assert work.adapted(Plan(microbatch=20)).microbatch == 20 * length and work.adapted(Plan()) == Plan()
+    small = work.adapted(Plan(microbatch=1))  # a long sentence needs more than one of the example batch's
+    assert small.microbatch == max(split.target.lengths().max() for split in (pairs.train, pairs.valid))
+    assert len(work.under(small).data.read(0, 0)) > 1
 
 
 def images_task(batch=10):

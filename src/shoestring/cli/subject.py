@@ -40,7 +40,7 @@ def _translation(args: argparse.Namespace) -> "Work":
     from ..data import open_pairs
     from ..models import builtin
     from ..models.dynamicconv import Settings
-    from ..training.work import PairWork
+    from ..training.work import pair_work
 
     _refuse(args, "batch", "is for images: use --tokens")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
@@ -48,7 +48,7 @@ def _translation(args: argparse.Namespace) -> "Work":
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
     task = _with_recipe(builtin(args.model, seed=args.seed, tokens=tokens, **sizes), args)
-    return PairWork(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
+    return pair_work(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
 
 
 def _users(args: argparse.Namespace) -> "Work":

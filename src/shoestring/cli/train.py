@@ -12,6 +12,7 @@ from ..training.schedules import SCHEDULES, schedule
 from ..units import format_bytes, parse_bytes
 from .model import add_model, users_code
 from .options import add_techniques, command, given, number, print_json, whole_number
+from .plan import add_risk
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -36,6 +37,7 @@ def add(subparsers: Any) -> None:
     length.add_argument("--epochs", type=whole_number(1, 10**6), metavar="N", help="times through the data")
     length.add_argument("--updates", type=whole_number(1, 10**9), metavar="N", help="batches in all")
     parser.add_argument("--budget", type=parse_bytes, metavar="SIZE", help="memory to stay within, as in 7MB")
+    add_risk(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
     add_techniques(parser)
@@ -106,9 +108,8 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
 
 def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan":
     """The plan: of a file, of the techniques named, of the run that is resumed, or made for the budget."""
-    import shoestring
-
     from ..planning.plan import Plan
+    from .plan import make_plan
     from .subject import read_plan
 
     techniques = given(args, *TECHNIQUES)
@@ -120,9 +121,7 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
         return Plan(**techniques)
     if args.resume and folder.plan_path.exists():
         return read_plan(folder.plan_path, work.task)
-    if args.budget and hasattr(shoestring, "plan"):
-        return shoestring.plan(work.task, budget=args.budget)
-    return Plan()
+    return work.adapted(make_plan(work.task, args)) if args.budget else Plan()
 
 
 def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":

@@ -33,6 +33,10 @@ class Work(Protocol):
     @property
     def settings(self) -> dict[str, Any]: ...
 
+    def adapted(self, plan: Plan) -> Plan:
+        """A plan that was made for the task -> the same in the units that `under` takes."""
+        ...
+
     def under(self, plan: Plan) -> Lesson: ...
 
 
@@ -62,6 +66,9 @@ class ImageWork:
     def settings(self) -> dict[str, Any]:
         counts = f"{len(self.images.train)} images to train and {len(self.images.test)} to test"
         return {"data": f"{counts}, {len(self.images.classes)} classes", "batch": self.size}
+
+    def adapted(self, plan: Plan) -> Plan:
+        return plan
 
     def under(self, plan: Plan) -> Lesson:
         lean = apply(self.task, plan)
@@ -122,6 +129,16 @@ class PairWork:
         counts = f"{len(self.pairs.train)} pairs to train and {len(self.pairs.valid)} to validate"
         return {"data": f"{counts}, {' to '.join(self.pairs.languages)}", "tokens": self.tokens}
 
+    def adapted(self, plan: Plan) -> Plan:
+        """Sentences of the example batch -> the tokens that so many are padded to; any sentence fits into it."""
+        if plan.microbatch is None:
+            return plan
+        source, _, target = self.task.batch
+        tokens = plan.microbatch * max(source.shape[1], target.shape[1])
+        splits = (self.pairs.train, self.pairs.valid)
+        sentences = [int(side.lengths().max()) for split in splits for side in (split.source, split.target)]
+        return plan.with_(microbatch=max(tokens, min(max(sentences), self.longest)))
+
     def under(self, plan: Plan) -> Lesson:
         data = token_batches(self.pairs.train, self.tokens, plan.microbatch, self.seed, self.longest)
         task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
@@ -140,6 +157,12 @@ class PairWork:
             return bleu(texts, list(valid.references.texts()))
 
         return Evaluation("BLEU", measure)
+
+
+def pair_work(task: Task, pairs: Pairs, tokens: int, seed: int, longest: int, quality: str = "loss") -> PairWork:
+    """A translation task -> the same task on these pairs, with the largest of their batches as its example."""
+    (batch,) = largest(token_batches(pairs.train, tokens, None, seed, longest))
+    return PairWork(task.with_(batch=batch), pairs, tokens, seed, longest, quality)
 
 
 def largest(data: TokenBatches) -> list[Any]:
