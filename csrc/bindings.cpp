@@ -9,6 +9,7 @@ void bind_sparse_index(nb::module_&);
 void bind_sparse_conv(nb::module_&);
 void bind_conv(nb::module_&);
 void bind_conv_weight(nb::module_&);
+void bind_dynamic_convolution(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -28,4 +29,5 @@ NB_MODULE(CORE_NAME, m) {
   bind_sparse_conv(m);
   bind_conv(m);
   bind_conv_weight(m);
+  bind_dynamic_convolution(m);
 }
