@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoestring import SGD, Adam, Plan, apply, builtin
+from shoestring import SGD, Adam, Plan, ShoestringError, apply, builtin
 from shoestring.kernels.sparse_index import decode, validate
 from shoestring.techniques import sparsity
 from shoestring.techniques.dense_form import from_dense
 from shoestring.techniques.nonzeros import count_from, threshold_of
 from shoestring.techniques.rewiring import Rewiring, Schedule, shares, sparse_layers
 from shoestring.techniques.sparse_layers import SparseLinear
+from shoestring.training.events import Updated
+from shoestring.training.loop import train
 from shoestring.training.step import Stepper
 
 
@@ -236,3 +238,42 @@ def test_multipliers_are_those_of_the_papers_tables():
     chosen = sparsity.Settings(28, fraction_multiplier=3, frequency_multiplier=7)
     hook = sparsity.apply(builtin("wrn-10-1", device="meta"), chosen).after_update[0]
     assert (hook.fraction, hook.schedule.frequency) == (pytest.approx(3 * 0.01377866), 7)
+
+
+# -- in a run --------------------------------------------------------------------------------------------------
+class Crash(Exception):
+    pass
+
+
+def crash_at(update):
+    def listener(event):
+        if isinstance(event, Updated) and event.update == update:
+            raise Crash
+
+    return listener
+
+
+def run_of(folder, **how):
+    """A run of 12 updates of a sparse WRN in which every second update rewires -> its model."""
+    task = builtin("wrn-10-1", batch=2)
+    lean = sparsity.apply(task, sparsity.Settings(30, frequency_multiplier=200))
+    train(lean, [task.batch] * 4, epochs=3, run=folder, save_every=2, **how)
+    return lean.model
+
+
+def test_a_run_that_crashed_between_rewirings_is_resumed_to_the_bit(tmp_path):
+    whole = run_of(tmp_path / "whole")
+    with pytest.raises(Crash):
+        run_of(tmp_path / "crashed", listeners=[crash_at(7)])
+    resumed = run_of(tmp_path / "crashed", resume=True)
+    assert [b.shape for b in resumed.buffers()] == [b.shape for b in whole.buffers()]
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def test_a_run_of_another_density_is_not_resumed(tmp_path):
+    run_of(tmp_path / "run")
+    task = builtin("wrn-10-1", batch=2)
+    other = sparsity.apply(task, sparsity.Settings(20, frequency_multiplier=200))
+    with pytest.raises(ShoestringError, match="of 14,746 nonzeros in all here and of 22,118 in the save"):
+        train(other, [task.batch] * 4, epochs=3, run=tmp_path / "run", save_every=2, resume=True)
