@@ -1,0 +1,180 @@
+"""Accuracy of sparse networks beside dense ones of the same memory: the paper's Figure 8 in small, on CIFAR-10.
+
+    python benchmarks/accuracy_sparsity.py --data /work/shared/data            # trains what is not there yet
+    python benchmarks/accuracy_sparsity.py --report docs/accuracy_sparsity.md  # writes what is there as a table
+
+Each run that ends adds a line to the results file; a script that was stopped goes on from there. Memory is that of a
+training step in the setting of the paper's Figure 8 as far as it is built (residual-2*, microbatches of 10), predicted;
+narrower networks are those whose memory is nearest to a sparse one's. Training itself runs whole batches, without
+checkpoints, for speed: they would change the numbers only through batch norm's statistics of a microbatch.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import shoestring
+from shoestring.data import Augment, ImageBatches, open_images
+from shoestring.models import materialise
+from shoestring.techniques import sparsity
+from shoestring.training.apply import lean_task
+from shoestring.training.evaluate import accuracy
+from shoestring.training.loop import train
+from shoestring.training.schedules import mostafa_wang
+
+MEMORY_PLAN = shoestring.Plan(checkpoint="residual-2*", microbatch=10)
+WIDTHS = [round(0.4 + 0.05 * step, 2) for step in range(12)]
+
+
+def settings_of(args: argparse.Namespace) -> dict:
+    """What must be the same for results to stand in one table."""
+    names = ("base", "shallow", "side", "batch", "updates", "lr", "frequency")
+    return {name: getattr(args, name) for name in names}
+
+
+# -- the networks ------------------------------------------------------------------------------------------------
+def networks(args: argparse.Namespace) -> dict[str, dict]:
+    """Name -> the model, and what makes it sparse."""
+    found: dict[str, dict] = {"dense": {"model": args.base}}
+    for nonzero in args.nonzero:
+        for method in ("dsr", "static"):
+            found[f"{method} {nonzero:g}%"] = {"model": args.base, "nonzero": nonzero, "method": method}
+    for nonzero in args.nonzero:
+        model = narrow(args.base, args.side, nonzero)
+        found[f"narrow: {model}"] = {"model": model}
+    found[f"shallow: {args.shallow}"] = {"model": args.shallow}
+    return found
+
+
+def make(network: dict, side: int, batch: int, updates: int = 100_000, frequency: float = 1, seed: int = 0):
+    task = shoestring.builtin(network["model"], batch=batch, device="meta", image=side)
+    if "nonzero" not in network:
+        return task
+    often = frequency * sparsity.CONVOLUTIONAL[network["nonzero"]][1]
+    how = sparsity.Settings(
+        network["nonzero"], network["method"], frequency_multiplier=often, updates=updates, seed=seed
+    )
+    return sparsity.apply(task, how)
+
+
+@cache
+def memory_bytes(model: str, side: int, nonzero: float | None = None) -> int:
+    """The predicted peak of a training step in the setting of the table."""
+    network = {"model": model} | ({"nonzero": nonzero, "method": "static"} if nonzero else {})
+    return shoestring.profile(lean_task(make(network, side, 20), MEMORY_PLAN)).peak_bytes
+
+
+def narrow(base: str, side: int, nonzero: float) -> str:
+    """The narrower network whose memory is nearest to that of the sparse one."""
+    depth = base.split("-")[1]
+    wanted = memory_bytes(base, side, nonzero)
+    return min((f"wrn-{depth}-{w}" for w in WIDTHS), key=lambda model: abs(memory_bytes(model, side) - wanted))
+
+
+# -- a run -------------------------------------------------------------------------------------------------------
+def run(network: dict, seed: int, args: argparse.Namespace) -> dict:
+    """Trains one network -> its test accuracy and time."""
+    images = open_images(args.data)
+    augment = Augment(images.mean, images.std)
+
+    def prepare(batch, draws):
+        return F.avg_pool2d(augment(batch, draws), 32 // args.side)
+
+    def loss(model, batch):
+        pixels, labels, draws = batch
+        return F.cross_entropy(model(prepare(pixels, draws)), labels)
+
+    data = ImageBatches(images.train, args.batch, augment, seed)
+    test = ImageBatches(images.test, args.batch, augment)
+    task = make(network, args.side, args.batch, args.updates, args.frequency, seed)
+    task = task.with_(loss=loss, batch=data.read(0, 0), optimizer=shoestring.SGD(args.lr, 0.9, True, 5e-4))
+    materialise(task.model, seed=seed)
+    start = time.perf_counter()
+    train(task, data, updates=args.updates, schedule=mostafa_wang(args.updates), seed=seed)
+    seconds = time.perf_counter() - start
+    return {"accuracy": accuracy(task, test, prepare)(task.model), "seconds": seconds}
+
+
+def results(path: Path, settings: dict) -> list[dict]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [record for record in map(json.loads, lines) if record["settings"] == settings]
+
+
+def study(args: argparse.Namespace) -> None:
+    settings, path = settings_of(args), Path(args.results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for seed in range(args.seeds):
+        for name, network in networks(args).items():
+            if any((r["name"], r["seed"]) == (name, seed) for r in results(path, settings)):
+                continue
+            memory = memory_bytes(network["model"], args.side, network.get("nonzero"))
+            record = {"name": name, "seed": seed, "settings": settings, "memory_bytes": memory}
+            record |= run(network, seed, args)
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{name}, seed {seed}: {record['accuracy']:.2f}% in {record['seconds']:.0f} s", flush=True)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------
+def report(args: argparse.Namespace) -> str:
+    records = results(Path(args.results), settings_of(args))
+    rows = []
+    for name in dict.fromkeys(record["name"] for record in records):
+        mine = [record for record in records if record["name"] == name]
+        found = [record["accuracy"] for record in mine]
+        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        seconds = statistics.mean(record["seconds"] for record in mine)
+        memory = mine[0]["memory_bytes"] / 1e6
+        rows.append(
+            f"| {name} | {memory:.2f} | {statistics.mean(found):.2f} ± {spread:.2f} | {len(found)} | {seconds:.0f} |"
+        )
+    settings = ", ".join(f"{name} {value}" for name, value in settings_of(args).items())
+    return "\n".join(
+        [
+            "# Accuracy of sparse training, measured",
+            "",
+            f"CIFAR-10, made by `benchmarks/accuracy_sparsity.py` with: {settings}.",
+            "SGD with Nesterov momentum 0.9 and weight decay 5e-4, learning rate divided by 5 after 30, 60 and 80% of",
+            "the run. `frequency` is how many times as often as in the paper it is rewired; `side` is the pixels to",
+            "which images were averaged down. Accuracy is the mean and standard deviation over seeds.",
+            "Memory is the predicted peak of a training step, FP32, residual-2*, microbatches of 10.",
+            "",
+            "| network | MB | test accuracy, % | seeds | seconds of a run |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", default="/work/shared/data")
+    parser.add_argument("--base", default="wrn-16-1")
+    parser.add_argument("--shallow", default="wrn-10-1")
+    parser.add_argument("--nonzero", type=float, nargs="+", default=[30, 20, 10])
+    parser.add_argument("--side", type=int, default=16, help="pixels; images are averaged down to it")
+    parser.add_argument("--batch", type=int, default=100)
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--frequency", type=float, default=8, help="rewirings: times those of the paper")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--results", default="runs/accuracy_sparsity.jsonl")
+    parser.add_argument("--report", help="write the table of the results to this file, and train nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    if args.report:
+        Path(args.report).write_text(report(args))
+    else:
+        study(args)
+
+
+if __name__ == "__main__":
+    main()
