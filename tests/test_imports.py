@@ -48,7 +48,8 @@ def imported(path: Path) -> set[str]:
             names = [alias.name for alias in node.names]
             found |= {name.removeprefix("shoestring").strip(".") for name in names if is_ours(name)}
         elif isinstance(node, ast.ImportFrom) and (base := base_of(path, node)) is not None:
-            found |= {as_module(f"{base}.{a.name}".strip("."), base) for a in node.names}
+            names = [alias.name for alias in node.names if alias.name != "__version__"]
+            found |= {as_module(f"{base}.{name}".strip("."), base) for name in names}
     return found
 
 

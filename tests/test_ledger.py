@@ -64,6 +64,13 @@ def test_categories_stack_up_to_the_timeline():
     assert [sum(column) for column in zip(*parts.values(), strict=True)] == ledger.timeline()
 
 
+def test_some_categories_alone_have_their_own_peak():
+    ledger = step()
+    assert ledger.only(Category.ACTIVATION, Category.ACTIVATION_GRADIENT).peak().bytes == 150
+    assert ledger.only(Category.GRADIENT).peak().time == 4
+    assert ledger.only(Category.WORKSPACE).peak().bytes == 0
+
+
 def test_a_storage_that_changes_its_size_keeps_what_it_was_for():
     ledger = Ledger()
     number = ledger.birth(10, Category.MODEL, "table", "parameter")

@@ -117,9 +117,9 @@ class Ledger:
     def peak(self) -> Peak:
         """The first moment of most live bytes, and what was born at it."""
         timeline = self.timeline()
-        if not timeline:
+        time = max(range(len(timeline)), key=timeline.__getitem__, default=0)
+        if not any(timeline):
             return Peak(0, 0, Phase.BUILD, "", "")
-        time = max(range(len(timeline)), key=timeline.__getitem__)
         born = next(e for e in self.entries if e.born == time)  # memory only rises at a birth
         return Peak(timeline[time], time, born.phase, born.module, born.operation)
 
@@ -132,14 +132,16 @@ class Ledger:
 
     def stacked_timeline(self) -> dict[Category, list[int]]:
         """Live bytes after each event, for each category that occurs."""
-        parts = {}
-        for category in Category:
-            part = Ledger()
-            part.time = self.time
-            part.entries = [e for e in self.entries if e.category == category]
-            if part.entries:
-                parts[category] = part.timeline()
-        return parts
+        parts = {category: self.only(category) for category in Category}
+        return {category: part.timeline() for category, part in parts.items() if part.entries}
+
+    def only(self, *categories: Category) -> "Ledger":
+        """The same time with the storages of these categories alone."""
+        part = Ledger()
+        part.time = self.time
+        part.entries = [entry for entry in self.entries if entry.category in categories]
+        part.live_bytes = sum(entry.bytes for entry in part.entries if entry.died is None)
+        return part
 
     def to_json(self) -> str:
         return json.dumps({"version": 1, "entries": [asdict(entry) for entry in self.entries]})

@@ -43,7 +43,7 @@ class Signature:
     def from_json(cls, record: Mapping[str, Any]) -> "Signature":
         return cls(record["op"], _text(record.get("args", []), record.get("kwargs", {})))
 
-    def function(self) -> Callable[..., Any]:
+    def function(self) -> Any:
         """The operator itself; ValueError where this torch has none of that name."""
         function: Any = torch.ops
         for part in self.op.split("."):
@@ -60,6 +60,23 @@ class Signature:
         record = json.loads(self.arguments)
         kwargs = {name: _decode(value, make_tensor) for name, value in record["kwargs"].items()}
         return [_decode(value, make_tensor) for value in record["args"]], kwargs
+
+
+def output_key(signature: Signature, number: int) -> str:
+    """The key under which a table has the elements of a flat output whose size only the library knows.
+
+    PyTorch's fakes leave such an output empty: the workspace that oneDNN's LSTM keeps for its backward pass.
+    """
+    return f"output {number} of {signature}"
+
+
+def call_of(key: str) -> str:
+    """A key of a table -> that of the call it belongs to.
+
+    >>> call_of(output_key(Signature("aten.relu.default", "{}"), 3))
+    'aten.relu.default {}'
+    """
+    return key.split(" of ", 1)[1] if key.startswith("output ") else key
 
 
 def signature_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Signature:

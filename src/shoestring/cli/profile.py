@@ -72,9 +72,7 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
         torch.set_num_threads(args.threads)
     task = lean_task(load_task(args.model, sizes, device="meta"), Plan(**techniques))
     calibrates = not args.no_calibrate and _is_on_cpu(task)
-    result = profile(task)
-    if calibrates:
-        result = profile(task, _calibrate(result))
+    result = _calibrated(task) if calibrates else profile(task)
     data = result.to_json()
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
     if not calibrates:
@@ -87,13 +85,14 @@ def _is_on_cpu(task: "Task") -> bool:
     return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
 
 
-def _calibrate(result: "Profile") -> dict[str, int | None]:
-    """A profile -> the scratch that its operators are found to need on this machine."""
-    from ..measuring import calibrate
+def _calibrated(task: "Task") -> "Profile":
+    """A task -> its profile, with the scratch that its operators are found to need on this machine."""
+    from ..measuring import calibrated
+    from ..profiling import profile
     from ..reporting.progress import progress
 
     with progress("calibrating the step's operators, once for this machine") as advance:
-        return calibrate(result.signatures, advance)
+        return calibrated(lambda table: profile(task, table), advance)
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:

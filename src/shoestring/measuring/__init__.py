@@ -16,6 +16,7 @@ from .measurement import Measurement
 
 _HOMES = {
     "calibrate": "calibration",
+    "calibrated": "calibration",
     "measure_allocator": "allocator",
     "measure_cuda": "cuda",
     "measure_heap": "heap",
@@ -25,6 +26,7 @@ __all__ = [
     "Measurement",
     "available",
     "calibrate",
+    "calibrated",
     "measure",
     "measure_allocator",
     "measure_cuda",
@@ -34,7 +36,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .allocator import measure_allocator
-    from .calibration import calibrate
+    from .calibration import calibrate, calibrated
     from .cuda import measure_cuda
     from .heap import measure_heap
     from .process import measure_process

@@ -9,58 +9,108 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..signature import Signature
+from ..signature import Signature, call_of, output_key
 from .allocator import measure_allocator, require_idle_profiler
 from .cache import cache_folder, write_whole
 from .process import memory_available_bytes
 
+VERSION = 2  # of the cache: what is measured of a call
 Progress = Callable[[int, int], None]
+Table = dict[str, int | None]
 
 
-def calibrate(signatures: Iterable[Signature], progress: Progress | None = None) -> dict[str, int | None]:
+class Prediction(Protocol):
+    """Whatever was predicted from operator calls."""
+
+    @property
+    def signatures(self) -> list[Signature]: ...
+
+
+Predicted = TypeVar("Predicted", bound=Prediction)
+
+
+def calibrate(signatures: Iterable[Signature], progress: Progress | None = None) -> Table:
     """Operator calls -> {str(signature): bytes of scratch}, from the machine's cache where they are known.
 
-    None is "unknown": the call could not be made here. `progress(done, total)` is told of each call.
+    None is "unknown": the call could not be made here. `progress(done, total)` is told of each call. Where a
+    call returns what a fake cannot size, the table also has the sizes, under `output_key`.
     """
     wanted = {str(signature): signature for signature in signatures}
     known = load_cache()
-    found: dict[str, int | None] = {}
+    found: Table = {}
     try:
         for done, (key, signature) in enumerate(wanted.items(), 1):
             if key not in known:
-                found[key] = workspace_bytes(signature)
+                found |= measure_call(signature)
             if progress:
                 progress(done, len(wanted))
     finally:  # an interrupted calibration goes on where it was
         save_cache({key: size for key, size in found.items() if size is not None})
-    return {key: known[key] if key in known else found[key] for key in wanted}
+    return {key: size for key, size in (found | known).items() if call_of(key) in wanted}
+
+
+def calibrated(predict: Callable[[Table], Predicted], progress: Progress | None = None) -> Predicted:
+    """A prediction that takes a table -> the prediction whose every operator call is in its table.
+
+    One table leads to the next: an output of a size that was not known is another call's argument.
+    """
+    table: Table = dict(load_cache())
+    while True:
+        prediction = predict(table)
+        unknown = [call for call in prediction.signatures if str(call) not in table]
+        if not unknown:
+            return prediction
+        table |= calibrate(unknown, progress)
 
 
 def workspace_bytes(signature: Signature) -> int | None:
-    """One operator call, made for real -> the most bytes inside it on top of its outputs; None if unknown.
+    """One operator call, made for real -> the most bytes inside it on top of its outputs; None if unknown."""
+    return measure_call(signature)[str(signature)]
 
-    Unknown is a call that this torch refuses, or whose arguments would fill a quarter of the free memory.
+
+def measure_call(signature: Signature) -> Table:
+    """One operator call, made for real -> its scratch, and the sizes of outputs that a fake leaves open.
+
+    Unknown is a call that this torch refuses, or whose arguments would fill a quarter of the free memory, or
+    are empty: an empty tensor may stand for one of unknown size, without which oneDNN would crash.
     """
     require_idle_profiler()
     try:
-        if argument_bytes(signature) > memory_available_bytes() / 4:
-            return None
+        sizes = argument_sizes(signature)
+        if 0 in sizes or sum(sizes) > memory_available_bytes() / 4:
+            return {str(signature): None}
         function = signature.function()
         args, kwargs = signature.call_arguments(_zeros)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            scratch = _scratch_bytes(lambda: function(*args, **kwargs))
+        returned: list[Any] = []
+
+        def call() -> Any:
+            result = function(*args, **kwargs)
+            returned[:] = _elements(result)
+            return result
+
+        with _as_in_training():
+            scratch = _scratch_bytes(call)
             # The first call may also make what the library keeps, which is no scratch of the call.
-            return scratch and _scratch_bytes(lambda: function(*args, **kwargs))
+            scratch = scratch and _scratch_bytes(call)
+        return {str(signature): scratch} | _hidden_outputs(signature, returned)
     except Exception:  # an operator may raise anything; whatever it is, nothing was measured
-        return None
+        return {str(signature): None}
+
+
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """Gradients are on, for oneDNN's LSTM looks; random numbers are as before afterwards."""
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+        yield
 
 
 def _scratch_bytes(call: Callable[[], Any]) -> int:
@@ -68,16 +118,32 @@ def _scratch_bytes(call: Callable[[], Any]) -> int:
     return reading.peak_bytes - reading.end_bytes  # what the call returns is alive at the end
 
 
-def argument_bytes(signature: Signature) -> int:
-    """-> the bytes of a call's tensor arguments."""
-    total = 0
+def _hidden_outputs(signature: Signature, returned: list[int | None]) -> Table:
+    """A call and the elements of its flat outputs -> those that its fake leaves empty."""
+    if len(returned) < 2 or not any(returned):
+        return {}
+    with FakeTensorMode():
+        args, kwargs = signature.call_arguments(_zeros)
+        fakes = _elements(signature.function()(*args, **kwargs))
+    pairs = enumerate(zip(returned, fakes, strict=True))
+    return {output_key(signature, number): real for number, (real, fake) in pairs if real and fake == 0}
+
+
+def _elements(result: Any) -> list[int | None]:
+    """What an operator returns -> the elements of each flat tensor in it; None for anything else."""
+    parts = result if isinstance(result, tuple | list) else [result]
+    return [part.numel() if isinstance(part, Tensor) and part.dim() == 1 else None for part in parts]
+
+
+def argument_sizes(signature: Signature) -> list[int]:
+    """-> the bytes of each of a call's tensor arguments."""
+    sizes: list[int] = []
 
     def count(shape: list[int], stride: list[int], dtype: torch.dtype) -> None:
-        nonlocal total
-        total += _extent(shape, stride) * dtype.itemsize
+        sizes.append(_extent(shape, stride) * dtype.itemsize)
 
     signature.call_arguments(count)
-    return total
+    return sizes
 
 
 def _extent(shape: list[int], stride: list[int]) -> int:
@@ -119,7 +185,8 @@ def load_cache() -> dict[str, int]:
     try:
         record = json.loads(cache_path().read_bytes())
         table = record["workspace"]
-        sound = record["machine"] == machine() and all(type(b) is int and b >= 0 for b in table.values())
+        sound = (record["version"], record["machine"]) == (VERSION, machine())
+        sound = sound and all(type(size) is int and size >= 0 for size in table.values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return table if sound else {}
@@ -129,6 +196,6 @@ def save_cache(table: dict[str, int]) -> None:
     """Adds a table to what is known of this machine. Where nothing can be written, it is measured again."""
     if not table:
         return
-    record = {"version": 1, "machine": machine(), "workspace": load_cache() | table}
+    record = {"version": VERSION, "machine": machine(), "workspace": load_cache() | table}
     with suppress(OSError):
         write_whole(cache_path(), json.dumps(record, indent=0).encode())

@@ -1,13 +1,21 @@
 """Fake tensors in place of real ones: a model of any size takes part in a step and no byte is allocated."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+
+from ..errors import ShoestringError
+from .sparse import coo
+
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes that torch itself keeps in a module
 
 
 class Faker:
@@ -16,52 +24,84 @@ class Faker:
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode = mode
         self.device = device
-        self._bases: dict[int, tuple[Tensor, Any]] = {}  # the real storage is kept, or its number could be reused
-        self._parameters: dict[int, nn.Parameter] = {}
+        # What was faked is kept beside its twin: an `id` or an address is reused once its owner is gone.
+        self._bases: dict[int, tuple[Any, Tensor]] = {}
+        self._twins: dict[int, tuple[Any, Any]] = {}
 
-    def tensor(self, real: Tensor) -> Tensor:
-        """A real or meta tensor -> its fake, with the same size, strides, offset and dtype."""
-        storage = real.untyped_storage()
+    def tree(self, real: Any) -> Any:
+        """A tensor, or a structure that holds some, such as a batch -> its fake; the same for the same."""
+        if id(real) not in self._twins:
+            is_tensor = isinstance(real, Tensor)
+            fake = self._tensor(real) if is_tensor else pytree.tree_map_only(Tensor, self.tree, real)
+            self._twins[id(real)] = real, fake
+        return self._twins[id(real)][1]
+
+    def forget(self) -> None:
+        """Lets go of all fakes, so that they live as long as their users want them."""
+        self._bases.clear()
+        self._twins.clear()
+
+    def _tensor(self, real: Tensor) -> Tensor:
+        fake = self._like(real.detach())
+        if isinstance(real, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
+            vars(fake).update(vars(real))  # marks that an optimizer or a technique may look for
+        return fake.requires_grad_(real.requires_grad)
+
+    def _like(self, real: Tensor) -> Tensor:
+        """A tensor -> a fake with the same size, strides, offset and type, on the storage's fake."""
+        if real.layout == torch.sparse_coo:
+            parts = self.tree(real._indices()), self.tree(real._values())
+            with self.mode:
+                return coo(*parts, like=real)
+        if real.layout != torch.strided:
+            return self.mode.from_tensor(real)
         with self.mode:
-            if storage._cdata not in self._bases:
-                numel = storage.nbytes() // real.element_size()
-                base = torch.empty(numel, dtype=real.dtype, device=self.device)
-                self._bases[storage._cdata] = base, storage
-            base = self._bases[storage._cdata][0]
-            base = base if base.dtype == real.dtype else base.view(real.dtype)
-            return torch.as_strided(base, real.shape, real.stride(), real.storage_offset())
+            base = self._base(real.untyped_storage())
+            whole = base[: base.numel() - base.numel() % real.itemsize].view(real.dtype)
+            return torch.as_strided(whole, real.shape, real.stride(), real.storage_offset())
 
-    def parameter(self, real: nn.Parameter) -> nn.Parameter:
-        """A parameter -> its fake; a tied one has one fake, however many names it has."""
-        if id(real) not in self._parameters:
-            self._parameters[id(real)] = nn.Parameter(self.tensor(real.detach()), requires_grad=real.requires_grad)
-        return self._parameters[id(real)]
-
-    def tree(self, batch: Any) -> Any:
-        """A batch of any structure -> the same with fakes in place of its tensors."""
-        return pytree.tree_map_only(Tensor, self.tensor, batch)
+    def _base(self, storage: torch.UntypedStorage) -> Tensor:
+        if storage._cdata not in self._bases:
+            base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device)
+            self._bases[storage._cdata] = storage, base
+        return self._bases[storage._cdata][1]
 
 
 @contextmanager
 def faked(model: nn.Module, faker: Faker) -> Iterator[None]:
-    """The model's parameters and buffers are fakes inside the context, and the real ones again after it.
+    """The model's tensors are fakes inside the context; after it, each module is as it was, to the attribute.
 
     They are swapped and not copied, so that closures over the model and its layers see them too.
     """
-    homes = [home for module in model.modules() for home in (module._parameters, module._buffers)]
-    real = [dict(home) for home in homes]
-    gradients = [(p, p.grad) for p in model.parameters()]
-    try:
-        for home in homes:
-            for name, value in home.items():
-                if isinstance(value, nn.Parameter):
-                    home[name] = faker.parameter(value)
-                elif value is not None:
-                    home[name] = faker.tensor(value)
+    check_can_be_faked(model)
+    with ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        for module in list(model.modules()):
+            stack.callback(_restore, module, dict(vars(module)))
+            vars(module).update(_fake_attributes(module, faker))
         yield
-    finally:
-        for home, values in zip(homes, real, strict=True):
-            home.clear()
-            home.update(values)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+
+
+def _fake_attributes(module: nn.Module, faker: Faker) -> dict[str, Any]:
+    """A module -> its attributes that can hold tensors, faked: an LSTM lists its weights a second time."""
+    found = {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE}
+    found |= {"_parameters": module._parameters, "_buffers": module._buffers}
+    kinds = (Tensor, *_CONTAINERS)
+    return {name: faker.tree(value) for name, value in found.items() if isinstance(value, kinds)}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+def check_can_be_faked(model: nn.Module) -> None:
+    """Refuses a model whose tensors cannot be swapped or have no size yet."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShoestringError(f"{path or 'the model'} is TorchScript: pass the Python module behind it")
+    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(tensor):
+            raise ShoestringError(f"{path} of a lazy layer has no size yet: run the model on a batch first")

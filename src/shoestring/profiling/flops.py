@@ -11,9 +11,9 @@ from ..kernels import conv, sparse_conv  # noqa: F401 - their operators get form
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """An operator call -> its floating-point operations (a multiply-add counts 2); 0 for operators not counted.
+    """An operator call -> its floating-point operations (a multiply-add counts 2); 0 where it is not counted.
 
-    Counted are matrix products, convolutions, attention and our own kernels: what remains is linear in the data.
+    Counted are matrix products, convolutions, attention and our own kernels: the rest is linear in the data.
     """
     formula: Callable | None = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
@@ -32,7 +32,7 @@ def _(query, key, value, *args, out_shape=None, **kwargs) -> int:
 
 @register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
-    # The scores are made again, then one product for each of four gradients: 5 products against the forward's 2.
+    # The scores are made again, then one product for each of four gradients: 5 products to the forward's 2.
     return _attention(query, key, value) * 5 // 2
 
 

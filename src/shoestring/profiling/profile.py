@@ -1,5 +1,8 @@
 """`profile(task) -> Profile`: two whole training steps traced, their peak attributed to the last byte."""
 
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
 )
@@ -20,7 +24,7 @@ from ..task import Task
 from ..training.step import Stepper
 from ..units import format_bytes
 from .fakes import Faker, faked
-from .trace import Tracer
+from .trace import Tracer, home
 
 
 @dataclass(frozen=True)
@@ -40,9 +44,20 @@ class Profile:
         return self.peak.bytes
 
     @property
+    def tensor_peak_bytes(self) -> int:
+        """The peak of what operators return, without what they need inside themselves."""
+        return self.ledger.only(*(set(Category) - {Category.WORKSPACE})).peak().bytes
+
+    @property
+    def workspace_peak_bytes(self) -> int:
+        """The most that any one operator needs inside itself."""
+        return self.ledger.only(Category.WORKSPACE).peak().bytes
+
+    @property
     def bytes_by_category(self) -> dict[str, int]:
         """Bytes alive at the peak, for every category (0 where there are none)."""
-        return dict.fromkeys(map(str, Category), 0) | self.ledger.bytes_by(lambda e: str(e.category), self.peak.time)
+        found = self.ledger.bytes_by(lambda e: str(e.category), self.peak.time)
+        return dict.fromkeys(map(str, Category), 0) | found
 
     @property
     def by_module(self) -> list[dict[str, Any]]:
@@ -81,51 +96,82 @@ class Profile:
         }
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.bytes_by_category.items() if size)
-        return f"{self.task}: {format_bytes(self.peak_bytes)} at the peak ({parts})"
+        parts = [f"{name} {format_bytes(size)}" for name, size in self.bytes_by_category.items() if size]
+        return f"{self.task}: {format_bytes(self.peak_bytes)} at the peak ({', '.join(parts)})"
 
 
-def profile(task: Task, workspace: dict[str, int | None] | None = None, steps: int = 2) -> Profile:
+def profile(task: Task, workspace: Mapping[str, int | None] | None = None, steps: int = 2) -> Profile:
     """A task -> its predicted memory: `steps` whole steps (the second has the optimizer's state in place).
 
     Nothing is computed and nothing is allocated, so the model may be on the meta device and of any size.
-    `workspace` gives the scratch bytes of operators as calibrated on this machine; without it they are unseen.
+    `workspace` gives the scratch bytes of operators as calibrated on a machine; without it they are unseen.
     """
     pieces = list(task.split(task.batch))
     counts = [task.count(piece) for piece in pieces]
-    device = _device(task)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faker = Faker(mode, device)
+    faker = Faker(mode, _device(task))
+    batch, fakes = faker.tree(task.batch), faker.tree(pieces)  # the batch outlives its pieces
     tracer = Tracer(workspace)
-    batch = [faker.tree(piece) for piece in pieces]
-    try:
-        with faked(task.model, faker), mode, tracer.inside(task.model), listen(tracer.enter_phase):
-            for tensor in pytree.tree_leaves(batch):
-                if isinstance(tensor, Tensor):
-                    tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
-            stepper = Stepper(task.with_(after_update=()))  # they change weights that a trace does not have
-            for _ in range(steps):
-                tracer.flops = dict.fromkeys(Phase, 0)
-                stepper.run(batch, counts)
-            del stepper
-    except DynamicOutputShapeException as error:
-        raise ShoestringError(
-            f"{task.name or 'the task'} cannot be traced: the size of what {error.func} makes depends on the data; "
-            "move it into the data preparation"
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise ShoestringError(
-            f"{task.name or 'the task'} cannot be traced: {error.func} has no fake implementation; "
-            "register one with torch.library.register_fake"
-        ) from error
+    parameters = list(task.model.named_parameters())
+    with _told_clearly(task), torch.random.fork_rng(devices=[]), faked(task.model, faker):
+        faker.forget()
+        with mode, listen(tracer.enter_phase):
+            for tensor in _tensors([batch, fakes]):
+                tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
+            with tracer.inside(task.model):
+                _steps(task, tracer, fakes, counts, steps)
+        for path, parameter in parameters:
+            if isinstance(parameter.grad, FakeTensor):
+                tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
     return _summarise(task, tracer)
+
+
+def _steps(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int], steps: int) -> None:
+    """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
+    stepper = Stepper(task.with_(after_update=()))  # they change weights that a trace does not have
+    homes: dict[Tensor, str] = {parameter: home(path) for path, parameter in task.model.named_parameters()}
+    for _ in range(steps):
+        tracer.flops = dict.fromkeys(Phase, 0)
+        stepper.run(pieces, counts)
+        for parameter, state in stepper.optimizer.state.items():
+            for tensor in _tensors(state):
+                tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
+
+
+@contextmanager
+def _told_clearly(task: Task) -> Iterator[None]:
+    """What cannot be traced is refused with the reason and a way out; other errors are the user's own."""
+    name = task.name or type(task.model).__name__
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    except DynamicOutputShapeException as error:
+        reason = f"the size of what {error.func} makes depends on the data; move it into the data preparation"
+    except UnsupportedOperatorException as error:
+        reason = f"{error.func} has no fake implementation; register one with torch.library.register_fake"
+    except RuntimeError as error:
+        reason = next((words for sign, words in _UNTRACEABLE.items() if sign in str(error)), "")
+        if not reason:
+            raise
+    else:
+        return
+    finally:
+        log.disabled = was_disabled
+    raise ShoestringError(f"{name} cannot be traced: {reason}")
+
+
+_UNTRACEABLE = {
+    "no fake impl registered": "a custom operator has no fake; register one with its register_fake",
+    ".numpy() is not supported": "a tensor is read with .numpy(); move it into the data preparation",
+}
 
 
 def _summarise(task: Task, tracer: Tracer) -> Profile:
     forward, backward, recompute = (tracer.flops[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
-    unseen = list(tracer.unseen)
+    unseen = list(tracer.unseen) + (["what is done after each update"] if task.after_update else [])
     if missing := sum(tracer.workspace.get(str(signature)) is None for signature in tracer.signatures):
-        unseen.append(f"the scratch that {missing} distinct operator calls allocate inside PyTorch: not calibrated")
+        unseen.append(f"the scratch inside {missing} distinct operator calls of PyTorch: not calibrated")
     return Profile(
         task=task.name or type(task.model).__name__,
         settings=task.settings,
@@ -138,16 +184,21 @@ def _summarise(task: Task, tracer: Tracer) -> Profile:
             "ratio": (forward + backward + recompute) / max(1, forward + backward),
         },
         unseen=unseen,
-        signatures=list(tracer.signatures),
+        signatures=tracer.signatures,
     )
 
 
 def _device(task: Task) -> torch.device:
     """The device that the step would run on; meta stands for wherever the batch is."""
     homes = {t.device for t in task.model.parameters()} | {t.device for t in task.model.buffers()}
-    homes |= {leaf.device for leaf in pytree.tree_leaves(task.batch) if isinstance(leaf, Tensor)}
+    homes |= {tensor.device for tensor in _tensors(task.batch)}
     homes = {home for home in homes if home.type != "meta"}
     if len(homes) > 1:
         names = ", ".join(sorted(map(str, homes)))
         raise ShoestringError(f"the model and the batch are on different devices ({names}): move them to one")
     return homes.pop() if homes else torch.device("cpu")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in a structure of any kind."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -3,42 +3,43 @@
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.nn.modules import module as module_hooks
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.define import scratch_of
 from ..ledger import Category, Ledger, Phase
-from ..signature import Signature, signature_of
+from ..signature import Signature, output_key, signature_of
+from . import sparse
 from .flops import flops_of
 
 _CATEGORY = {
-    Phase.BUILD: Category.MODEL,
+    Phase.BUILD: Category.OPTIMIZER,  # the model is there already: what is built is the optimizer
     Phase.FORWARD: Category.ACTIVATION,
     Phase.RECOMPUTE: Category.ACTIVATION,
     Phase.BACKWARD: Category.ACTIVATION_GRADIENT,
     Phase.UPDATE: Category.OPTIMIZER,
 }
+_WRAPPERS = ("torch._compile", "torch._dynamo")  # in which torch wraps a dispatch mode
 
 
 class Tracer(TorchDispatchMode):
     """Sees each operator below autograd. `workspace` tells the bytes that an operator needs inside itself."""
 
-    def __init__(self, workspace: dict[str, int | None] | None = None) -> None:
+    def __init__(self, workspace: Mapping[str, int | None] | None = None) -> None:
         super().__init__()
         self.ledger = Ledger()
         self.phase = Phase.BUILD
         self.flops: dict[Phase, int] = dict.fromkeys(Phase, 0)
-        self.signatures: dict[Signature, None] = {}  # in order of appearance
         self.unseen: dict[str, None] = {}
         self.workspace = workspace or {}
+        self._calls: dict[Any, Signature] = {}  # distinct calls, in order of appearance
         self._numbers: dict[int, int] = {}  # storage -> its number in the ledger
         self._watches: dict[int, weakref.ref] = {}
         self._paths: dict[int, str] = {}
@@ -46,12 +47,23 @@ class Tracer(TorchDispatchMode):
         self._nodes: list[int] = []  # autograd sequence numbers in order, and the module that made each
         self._node_modules: list[str] = []
 
-    # -- what the step tells ------------------------------------------------------------------------------------
+    @property
+    def signatures(self) -> list[Signature]:
+        return list(dict.fromkeys(self._calls.values()))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether PyTorch wraps the dispatch in two more calls, of use to its compiler only."""
+        return False
+
+    # -- what the step tells --------------------------------------------------------------------------------
     def enter_phase(self, phase: Phase) -> None:
         self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:  # half of all calls: PyTorch asks a tensor where it is
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         phase = self._current_phase()
         module = self._current_module(phase)
         if func is torch.ops.aten.add.Tensor and phase == Phase.BACKWARD and _engine_adds_in_place(args[0]):
@@ -59,11 +71,11 @@ class Tracer(TorchDispatchMode):
         try:
             out, scratch = self._call(func, args, kwargs)
         except DataDependentOutputException:
-            self.unseen["a value that depends on the data was read (.item() or a branch): 1 was assumed"] = None
-            return 1
-        for tensor in _tensors((args, kwargs)):
+            self.unseen[f"a value of the data was read ({func.__name__} in {module!r}): 1 was assumed"] = None
+            return 1.0 if args[0].is_floating_point() else 1
+        for tensor in _tensors([args, list(kwargs.values())]):
             self.watch(tensor, Category.INPUT, "", "made outside the step", Phase.BUILD)
-        for tensor in _tensors(out):
+        for tensor in _tensors([out]):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
         self.flops[phase] += flops_of(func, args, kwargs, out)
         if scratch:
@@ -71,15 +83,30 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, int]:
-        """Runs the operator -> its result, and the bytes that it needs inside itself as far as they are known."""
+        """Runs the operator -> its result, and the bytes that it needs inside itself if they are known."""
         if func.namespace == "shoestring":
             return scratch_of(lambda: func(*args, **kwargs))
         if func.namespace == "profiler":
             return func(*args, **kwargs), 0
-        signature = signature_of(func, args, kwargs)
-        self.signatures[signature] = None
-        return func(*args, **kwargs), self.workspace.get(str(signature)) or 0
+        signature = self._signature(func, args, kwargs)
+        out = self._with_hidden_outputs(sparse.run(func, args, kwargs), signature)
+        return out, self.workspace.get(str(signature)) or 0
 
+    def _with_hidden_outputs(self, out: Any, signature: Signature) -> Any:
+        """What a fake returns -> the same, with sizes that it left open as the library was seen to choose."""
+        if not isinstance(out, tuple):
+            return out
+        empty = [n for n, part in enumerate(out) if isinstance(part, Tensor) and part.numel() == 0]
+        sizes = {n: self.workspace.get(output_key(signature, n)) for n in empty}
+        return tuple(part.new_empty(size) if (size := sizes.get(n)) else part for n, part in enumerate(out))
+
+    def _signature(self, func: Any, args: tuple, kwargs: dict) -> Signature:
+        key = func, _key(args), _key(tuple(kwargs.items()))
+        if key not in self._calls:
+            self._calls[key] = signature_of(func, args, kwargs)
+        return self._calls[key]
+
+    # -- storages -------------------------------------------------------------------------------------------
     def watch(self, tensor: Tensor, category: Category, module: str, operation: str, phase: Phase) -> None:
         """Writes the tensor's storage down if it is new, or if it changed its size."""
         for storage in _storages(tensor):
@@ -87,13 +114,16 @@ class Tracer(TorchDispatchMode):
             number = self._numbers.get(key)
             if number is None:
                 self._numbers[key] = self.ledger.birth(size, category, module, operation, phase)
-                self._watches[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+                self._watches[key] = weakref.ref(storage, self._at_death(key))
             elif self.ledger.entries[number].bytes != size:
                 self._numbers[key] = self.ledger.resize(number, size)
 
-    def _forget(self, key: int) -> None:
-        del self._watches[key]
-        self.ledger.death(self._numbers.pop(key))
+    def _at_death(self, key: int) -> Any:
+        def forget(_: Any) -> None:
+            del self._watches[key]
+            self.ledger.death(self._numbers.pop(key))
+
+        return forget
 
     def claim(self, tensor: Tensor, category: Category, module: str) -> None:
         """The tensor's storage turned out to be of this category (a gradient, say) all its life."""
@@ -103,15 +133,15 @@ class Tracer(TorchDispatchMode):
                 if entry.category not in (Category.MODEL, Category.INPUT):
                     entry.category, entry.module = category, module
 
-    # -- where we are -------------------------------------------------------------------------------------------
+    # -- where we are ---------------------------------------------------------------------------------------
     def _current_phase(self) -> Phase:
-        # Backward formulas run without recording; what records inside the backward pass is a forward done again.
-        if self.phase == Phase.BACKWARD and torch.is_grad_enabled():
+        # Backward formulas run without recording: what records inside of one is a forward done again.
+        if self.phase == Phase.BACKWARD and torch.is_grad_enabled() and torch._C._current_autograd_node():
             return Phase.RECOMPUTE
         return self.phase
 
     def _current_module(self, phase: Phase) -> str:
-        if phase == Phase.FORWARD:
+        if phase in (Phase.FORWARD, Phase.RECOMPUTE):
             sequence = torch._C._autograd._get_sequence_nr() - 1
             if not self._nodes or sequence > self._nodes[-1]:
                 self._nodes.append(sequence)
@@ -132,13 +162,27 @@ class Tracer(TorchDispatchMode):
             ):
                 stack.callback(hook.remove)
             for path, parameter in model.named_parameters():
-                self.watch(parameter, Category.MODEL, path.rpartition(".")[0], "parameter", Phase.BUILD)
+                self.watch(parameter, Category.MODEL, home(path), "parameter", Phase.BUILD)
                 if parameter.requires_grad:
-                    stack.callback(parameter.register_post_accumulate_grad_hook(self._gradient_of(path)).remove)
+                    hook = parameter.register_post_accumulate_grad_hook(self._gradient_of(path))
+                    stack.callback(hook.remove)
             for path, buffer in model.named_buffers():
-                self.watch(buffer, Category.MODEL, path.rpartition(".")[0], "buffer", Phase.BUILD)
+                self.watch(buffer, Category.MODEL, home(path), "buffer", Phase.BUILD)
+            stack.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
+            torch.get_rng_state = self._watching_state(torch.get_rng_state)
             with self:
                 yield
+
+    def _watching_state(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The state of the random numbers is 5 KB that no operator makes: a checkpoint keeps one."""
+
+        def watched() -> Tensor:
+            state = get_state()
+            phase = self._current_phase()
+            self.watch(state, _CATEGORY[phase], self._stack[-1], "get_rng_state", phase)
+            return state
+
+        return watched
 
     def _push(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._paths.get(id(module), type(module).__name__))
@@ -147,11 +191,9 @@ class Tracer(TorchDispatchMode):
         self._stack.pop()
 
     def _gradient_of(self, path: str) -> Any:
-        home = path.rpartition(".")[0]
-
         def claim(parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self.claim(parameter.grad, Category.GRADIENT, home)
+                self.claim(parameter.grad, Category.GRADIENT, home(path))
 
         return claim
 
@@ -159,23 +201,51 @@ class Tracer(TorchDispatchMode):
 def _engine_adds_in_place(gradient: Tensor) -> bool:
     """Whether the autograd engine would add a second gradient into this one, as it does for a real tensor.
 
-    It does where it holds the last reference. For fake tensors it never does, so the trace does it in its place.
-    The counts are those of a tensor that only the engine holds, seen from a dispatch mode that the engine called.
+    It does where it holds the last reference. For fake tensors it never does, so the trace does it instead.
+    The counts are those of a tensor that the engine alone holds, seen from a dispatch mode that it called.
     """
-    caller = sys._getframe(2).f_code.co_name
-    held = gradient._use_count(), torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return caller == "_engine_run_backward" and held == (4, 2) and gradient.layout == torch.strided
+    caller = sys._getframe(2)
+    while caller.f_back and caller.f_globals["__name__"].startswith(_WRAPPERS):
+        caller = caller.f_back
+    if caller.f_code.co_name != "_engine_run_backward" or gradient.layout != torch.strided:
+        return False
+    tensor: Any = gradient
+    return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == (4, 2)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def home(path: str) -> str:
+    """A parameter's path -> its module's."""
+    return path.rpartition(".")[0]
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """An operator's arguments or results, lists among them -> the tensors."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _key(value: Any) -> Any:
+    """An argument -> something hashable that is equal for equal signatures only."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride() if value.layout == torch.strided else value.layout, value.dtype
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value  # True == 1 == 1.0, but not to an operator
 
 
 def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    return [part.untyped_storage() for part in _parts(tensor)]
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """A tensor -> the dense tensors that hold its data."""
     if tensor.layout == torch.strided:
-        return [tensor.untyped_storage()]
+        return [tensor]
     if tensor.layout == torch.sparse_coo:
-        return [tensor._indices().untyped_storage(), tensor._values().untyped_storage()]
-    return [part.untyped_storage() for part in (tensor.values(),)]
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
