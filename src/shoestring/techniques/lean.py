@@ -86,10 +86,12 @@ class LeanPass:
 
 def with_lean(task: Task, **changes: Any) -> tuple[Task, Patterns]:
     """A task -> the same task under a lean run with these settings changed, and the patterns that were found in it."""
-    before = next((context.lean for context in task.contexts if isinstance(context, LeanPass)), Lean())
+    known = next((context for context in task.contexts if isinstance(context, LeanPass)), None)
+    if known is None:
+        known = LeanPass(Lean(), learn(task, next(iter(task.split(task.batch)))))
     rest = tuple(context for context in task.contexts if not isinstance(context, LeanPass))
-    patterns = learn(task, next(iter(task.split(task.batch))))
-    return task.with_(contexts=(LeanPass(replace(before, **changes), patterns), *rest)), patterns
+    lean = LeanPass(replace(known.lean, **changes), known.patterns)
+    return task.with_(contexts=(lean, *rest)), known.patterns
 
 
 def lean_run() -> "LeanRun":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
+from ..kernels.linear import linear_forward, linear_input_gradient, linear_weight_gradient
 from .widened import is_narrow
 
 Pair = tuple[Tensor, Tensor]
@@ -46,23 +47,21 @@ class Linear:
     bias: Tensor | None
 
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
-        bias = self.bias if self.bias is None else _wide(self.bias)
-        return torch.nn.functional.linear(_wide(x), _wide(self.weight), bias).to(x.dtype)
+        return linear_forward(x, self.weight, self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        return (_wide(_rows(grad)).t() @ _wide(_rows(x))).to(self.weight.dtype)
+        if is_narrow(x):
+            return linear_weight_gradient(grad, x)
+        return _rows(grad).t() @ _rows(x)
 
     # Flattened before it is multiplied and summed, as PyTorch does: a gradient with other strides has other bits.
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return (_wide(_rows(grad)) @ _wide(self.weight)).to(grad.dtype).view(shape)
+        if is_narrow(grad):
+            return linear_input_gradient(grad, self.weight)
+        return (_rows(grad) @ self.weight).view(shape)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return _rows(grad).sum(0)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """A 16-bit tensor on a CPU in FP32, which multiplies tens of times faster; any other as it is."""
-    return x.float() if is_narrow(x) else x
 
 
 def _rows(x: Tensor) -> Tensor:
