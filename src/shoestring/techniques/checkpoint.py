@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import NoEffect, ShoestringError
@@ -170,6 +171,8 @@ class _Region:
         self.frame: Frame | None = None
 
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
         if self.frame is None or index == 0:
             self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input)
         elif not (args and self.frame.place(args[0])):

@@ -158,7 +158,7 @@ class LeanRun(TorchFunctionMode):
             return args[0]  # num_batches_tracked counted this batch in the first run
         if func in _PRODUCTS and is_narrow(args[0]):
             return widened(func, args, kwargs)
-        handler = _HANDLERS.get(func) if torch.is_grad_enabled() else None
+        handler = _HANDLERS.get(func) if torch.is_grad_enabled() or is_narrow(args[0] if args else None) else None
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
     def _check_placeholders(self, func: Any, args: tuple, kwargs: dict) -> None:

@@ -5,7 +5,7 @@ evaluation's does, for it keeps nothing for a backward pass.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -66,7 +66,10 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
         total, items = 0.0, 0
         for number in range(len(data)):
             for piece in task.split(data.read(0, number)):
-                total += score(model, piece)
+                with ExitStack() as stack:  # 16-bit models are run by their contexts
+                    for context in task.contexts:
+                        stack.enter_context(context(model))
+                    total += score(model, piece)
                 items += task.count(piece)
         if not items:
             raise ShoestringError("there is nothing to evaluate on: the data holds no items")
