@@ -11,7 +11,7 @@ around ops.
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -78,10 +78,10 @@ class _Watch(TorchDispatchMode):
             if storage is not None and storage._cdata not in known and storage._cdata not in self.numbers:
                 key = storage._cdata
                 self.numbers[key] = self.ledger.birth(storage.nbytes(), Category.WORKSPACE)
-                self.watches.append(weakref.ref(storage, lambda _, key=key: self._death(key)))
+                self.watches.append(weakref.ref(storage, partial(self._death, key)))
         return out
 
-    def _death(self, key: int) -> None:
+    def _death(self, key: int, _: Any) -> None:
         self.ledger.death(self.numbers.pop(key))
 
     def scratch_bytes(self, result: Any) -> int:

@@ -68,8 +68,9 @@ class Search:
         self.task, self.budget, self.rates = task, budget, rates
         self.workspace, self.progress = workspace, progress
         self.profiles: dict[tuple, Profile | None] = {}
-        self.plain = self._trace(())
-        assert self.plain is not None
+        plain = self._trace(())
+        assert plain is not None
+        self.plain, self.plain_seconds = plain, seconds_of(plain, rates)
 
     # -- candidates ---------------------------------------------------------------------------------------------
     def options(self, level: Risk) -> list[Option]:
@@ -148,20 +149,19 @@ class Search:
     # -- answers ------------------------------------------------------------------------------------------------
     def finish(self, option: Option, level: Risk) -> Plan:
         traced = self._trace(option.settings)
-        assert traced is not None and self.plain is not None
+        assert traced is not None
         return Plan(
             **dict(option.settings),
             task=self.plain.task,
             budget_bytes=self.budget,
             predicted_peak_bytes=traced.peak_bytes,
             predicted_bytes=traced.bytes_by_category,
-            predicted_time_ratio=(self.seconds(option) or 0) / seconds_of(self.plain, self.rates),
+            predicted_time_ratio=(self.seconds(option) or 0.0) / self.plain_seconds,
             reasons=tuple(self._reasons(option, level)),
             alternatives=tuple(self.pareto()),
         )
 
     def _reasons(self, option: Option, level: Risk) -> Iterator[str]:
-        assert self.plain is not None
         yield f"plain training needs {format_bytes(self.plain.peak_bytes)}, the budget is {format_bytes(self.budget)}"
         if level > Risk.EXACT:
             yield f"no plan of lower risk fits: this one is {level.name.lower()}"
@@ -178,7 +178,7 @@ class Search:
                 risks = [t.risk(self.task, dict(settings)[t.name]) for t in REGISTRY if t.name in dict(settings)]
                 risk = max(risks, default=Risk.EXACT)
                 seconds = self.seconds(Option(settings, risk))
-                ratio = (seconds or 0) / seconds_of(self.plain, self.rates)  # type: ignore[arg-type]
+                ratio = (seconds or 0.0) / self.plain_seconds
                 rows.append((traced.peak_bytes, ratio, risk, settings))
         best = [row for row in rows if not any(_beats(other, row) for other in rows)]
         return [

@@ -29,7 +29,8 @@ def find_blocks(model: nn.Module, names: tuple[str, ...] = ()) -> list[list[str]
     """
     if names:
         return _named(model, names)
-    runs, inside = [], []
+    runs: list[list[str]] = []
+    inside: list[str] = []
     for path, module in model.named_modules():
         if any(path.startswith(prefix) for prefix in inside):
             continue  # a block inside a block is part of it

@@ -83,7 +83,7 @@ def _with_strategy(task: Task, settings: Settings) -> Task:
         return _without_norms(task)
     if optimal := _OPTIMAL.fullmatch(strategy):
         task = with_lean(task, fuse=True)[0]
-        groups = optimal_groups(task, _runs(task.model, settings), optimal[1] and parse_bytes(optimal[1]))
+        groups = optimal_groups(task, _runs(task.model, settings), parse_bytes(optimal[1]) if optimal[1] else None)
         return _with_regions(task, groups)
     kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
     if kind == "every":

@@ -64,19 +64,19 @@ class NormReluProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Any, product: Any, kept: Any
     ) -> Tensor:
         ctx.product, ctx.kept, ctx.statistics, ctx.norm = product, kept, statistics, (gamma, beta)
-        return product.forward(x, batch_norm_fold(*statistics, gamma, beta))
+        return product.forward(x, batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        product, statistics, norm = ctx.product, ctx.statistics, ctx.norm
+        product, (mean, invstd), (gamma, beta) = ctx.product, ctx.statistics, ctx.norm
         kept, ctx.kept = ctx.kept, None
         x = kept.take()
-        weight = product.weight_gradient(grad, x, batch_norm_fold(*statistics, *norm))
+        weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
         bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
         between = product.input_gradient(grad, x.shape)
-        between, gamma, beta = batch_norm_backward(between, x, *statistics, *norm, relu=True, out=between)
-        return between, gamma, beta, weight, bias, None, None, None
+        gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=True, out=between)
+        return *gradients, weight, bias, None, None, None
 
 
 class LeanNorm(torch.autograd.Function):
@@ -85,13 +85,14 @@ class LeanNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool, kept: Any) -> Tensor:
         ctx.kept, ctx.statistics, ctx.norm, ctx.relu = kept, statistics, (gamma, beta), relu
-        return batch_norm_apply(x, *batch_norm_fold(*statistics, gamma, beta), relu=relu)
+        return batch_norm_apply(x, *batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta), relu=relu)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         kept, ctx.kept = ctx.kept, None
-        gradients = batch_norm_backward(grad, kept.take(), *ctx.statistics, *ctx.norm, relu=ctx.relu)
+        (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
+        gradients = batch_norm_backward(grad, kept.take(), mean, invstd, gamma, beta, relu=ctx.relu)
         return *gradients, None, None, None
 
 
