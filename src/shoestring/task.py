@@ -61,6 +61,7 @@ def whole(batch: Any) -> Iterator[Any]:
 @dataclass(frozen=True)
 class Task:
     """What is trained. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
+    `padding` is the id that fills up sentences, where the batch holds some: its microbatches go by tokens then.
 
     The remaining fields are what techniques change:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
@@ -75,6 +76,7 @@ class Task:
     batch: Any
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     items: Callable[[Any], int] | None = None
+    padding: int | None = None
     name: str = ""
     clip: float | None = None
     split: Callable[[Any], Iterable[Any]] = whole

@@ -6,7 +6,7 @@ from torch import nn
 import shoestring
 import zoo
 from shoestring import SGD, Plan, Task
-from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
+from shoestring.models.dynamicconv import PAD, DynamicConvTransformer, Settings
 from shoestring.models.images import classification_loss
 from shoestring.models.resnet import ResNet18
 from shoestring.models.translation import count_target_tokens, random_pairs, translation_loss
@@ -27,14 +27,14 @@ def resnet() -> Task:
 
 
 def dynamicconv() -> Task:
-    settings = Settings(60, 50, 32, 64, 2, (3, 7, 15), (3, 7), most_positions=64)
+    settings = Settings(60, 50, 64, 128, 2, (3, 7), (3, 7), most_positions=64)
     pairs = random_pairs(torch.Generator().manual_seed(0), 300, (9, 20), settings)
     model = DynamicConvTransformer(settings)
-    return Task(model, translation_loss, pairs, SGD(lr=0.05), items=count_target_tokens, name="dynamicconv")
+    return Task(model, translation_loss, pairs, SGD(lr=0.05), count_target_tokens, PAD, "dynamicconv")
 
 
 def vit() -> Task:
-    model = VisionTransformer(image=16, width=48, depth=4)
+    model = VisionTransformer(image=16, width=48, depth=3)
     return Task(model, classification_loss, zoo.images(12, size=16), SGD(lr=0.05), name="vit")
 
 
@@ -47,28 +47,34 @@ def unet() -> Task:
 
 
 def gpt() -> Task:
-    model = zoo.Causal(vocabulary=100, width=64)
+    model = zoo.Causal(vocabulary=100, width=64, depth=3)
     return Task(model, zoo.predict_tokens, zoo.tokens(6, 32, 100), zoo.Adam(), name="gpt")
 
 
 def bert() -> Task:
-    model = zoo.Encoder(vocabulary=100, width=64)
+    model = zoo.Encoder(vocabulary=100, width=64, depth=2)
     return Task(model, zoo.predict_tokens, zoo.tokens(6, 32, 100), zoo.Adam(), name="bert")
 
 
 TASKS = {make.__name__: make for make in (wrn, resnet, dynamicconv, vit, mlp, unet, gpt, bert)}
 NORMED = ("wrn", "resnet", "unet")
+IMAGES = ("wrn", "resnet", "vit", "unet", "mlp")
+NORMED_BLOCKS = ("wrn", "resnet")  # without batch norm, residual-1* is residual-1
 BLOCKS = ("wrn", "resnet", "dynamicconv", "vit", "gpt", "bert")
 REORDERED = (*NORMED, "vit")  # they have convolutions, whose sums a lean step does in another order
 
 PLANS = {
     "no-bn": (NORMED, Plan(checkpoint="no-bn")),
+    "every-3": (("wrn", "mlp", "unet", "gpt", "bert"), Plan(checkpoint="every-3")),
     "residual-1": (BLOCKS, Plan(checkpoint="residual-1")),
-    "residual-1*": (BLOCKS, Plan(checkpoint="residual-1*")),
+    "residual-1*": (NORMED_BLOCKS, Plan(checkpoint="residual-1*")),
     "residual-2": (BLOCKS, Plan(checkpoint="residual-2")),
     "residual-2*": (BLOCKS, Plan(checkpoint="residual-2*")),
-    "microbatch": (tuple(TASKS), Plan(microbatch=5)),
-    "residual-2*, microbatch": (BLOCKS, Plan(checkpoint="residual-2*", microbatch=4)),
+    "optimal": (BLOCKS, Plan(checkpoint="optimal")),
+    "microbatch": (IMAGES, Plan(microbatch=5)),
+    "microbatch by tokens": (("dynamicconv",), Plan(microbatch=180)),
+    "residual-2*, microbatch": (("wrn", "gpt"), Plan(checkpoint="residual-2*", microbatch=4)),
+    "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=180)),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
 

@@ -34,7 +34,7 @@ def dynamicconv_iwslt(
         check_count("length", length, settings.most_positions)
     pairs = random_pairs(generator, tokens, (length, length) if length else USUAL_LENGTHS, settings)
     model = on_meta(DynamicConvTransformer, settings)
-    return Task(model, translation_loss, pairs, TRANSLATION_ADAM, items=count_target_tokens)
+    return Task(model, translation_loss, pairs, TRANSLATION_ADAM, items=count_target_tokens, padding=PAD)
 
 
 def random_pairs(
