@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoestring import Task
-from shoestring.measuring import measure_allocator
 from shoestring.training.step import Stepper
 
 
@@ -45,20 +44,6 @@ def run(task: Task, steps: int = 3, seed: int = 1) -> Run:
     losses = [stepper.step(task.batch) for _ in range(steps)]
     buffers = {name: buffer.clone() for name, buffer in task.model.named_buffers()}
     return Run(watched.gradients, losses, buffers, torch.get_rng_state())
-
-
-def measured_peak(task: Task) -> int:
-    """The bytes of model, batch and everything that two steps allocate, at their peak."""
-
-    def steps() -> None:
-        stepper = Stepper(task)
-        for _ in range(2):
-            stepper.step(task.batch)
-
-    held = [leaf for leaf in pytree.tree_leaves(task.batch) if isinstance(leaf, Tensor)]
-    held += [*task.model.parameters(), *task.model.buffers()]
-    steps()  # a first run fills what libraries keep for good
-    return measure_allocator(steps, held).peak_bytes
 
 
 def doubled(task: Task) -> Task:
