@@ -17,10 +17,12 @@ from shoestring.errors import NoEffect
 from shoestring.kernels.sparse_index import decode
 from shoestring.measuring import measure_heap
 from shoestring.models import materialise
+from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.techniques import sparsity
 from shoestring.techniques.dense_form import convert_to_dense, from_dense
 from shoestring.techniques.sparse_layers import (
     SparseConv2d,
+    SparseEmbedding,
     SparseLayer,
     SparseLinear,
     expected_index_bytes,
@@ -69,6 +71,19 @@ def test_a_sparse_linear_layer_is_the_dense_one_with_zeros(shape, bias):
     assert_same_as_dense(SparseLinear(nn.Linear(12, 5, bias), 20), torch.randn(shape))
 
 
+@pytest.mark.parametrize("padding", [None, 0, 3, 8])
+def test_a_sparse_embedding_is_the_dense_one_with_zeros(padding):
+    torch.manual_seed(0)
+    sparse = SparseEmbedding(nn.Embedding(9, 12, padding_idx=padding), 50)
+    dense, ids = sparse.to_dense(), torch.tensor([[3, 0, 8, 3], [1, 1, 1, 3]])
+    gradient = torch.randn(2, 4, 12)
+    for layer in (sparse, dense):
+        layer(ids).backward(gradient)
+    assert torch.equal(sparse(ids), dense(ids))
+    torch.testing.assert_close(sparse.values.grad, dense.weight.grad.flatten()[positions(sparse)])
+    assert padding is None or not (positions(sparse) // 12 == padding).any()
+
+
 def assert_same_as_dense(sparse, x):
     dense = sparse.to_dense()
     outputs, inputs = [], [x.clone().requires_grad_() for _ in range(2)]
@@ -111,6 +126,33 @@ def test_a_wide_resnet_keeps_its_first_convolution_classifier_and_norms_dense():
     assert type(task.model.fc) is nn.Linear and isinstance(task.model.conv, nn.Conv2d)
     shares = [layer.values.numel() / layer.numel for layer in layers.values()]
     assert max(shares) - min(shares) < 1e-3
+
+
+def test_a_dynamicconv_transformer_keeps_its_kernel_projections_norms_and_biases_dense():
+    task = sparsity.apply(builtin("dynamicconv-iwslt", device="meta"), sparsity.Settings(30))
+    layers = layers_of(task.model)
+    share = sum(layer.numel for layer in layers.values()) / 38_685_184
+    assert round(100 * share, 2) == 98.38
+    assert sum(layer.values.numel() for layer in layers.values()) == round(0.3 * sum(x.numel for x in layers.values()))
+    assert type(task.model.encoder.layers[0].conv.conv.kernels) is nn.Linear
+    assert isinstance(task.model.decoder.embed.tokens, SparseEmbedding)
+
+
+def test_a_transformer_of_sparse_layers_trains_as_the_dense_one_with_zeros():
+    sizes = Settings(40, 50, 16, 24, 2, (3, 5), (3,), 0.0, 0.0, 0.0)
+    torch.manual_seed(0)
+    model = from_dense(DynamicConvTransformer(sizes), 40)
+    dense = convert_to_dense(model)
+    source, target = torch.randint(4, 40, (3, 6)), torch.randint(4, 50, (3, 5))
+    source[0, 4:] = 1  # padding
+    found, expected = (
+        gradients(m, lambda m, batch: m(*batch).square().mean(), (source, target)) for m in (model, dense)
+    )
+    for name, layer in layers_of(model).items():
+        whole = expected.pop(f"{name}.weight").flatten()
+        torch.testing.assert_close(found[f"{name}.values"], whole[positions(layer)])
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
 
 
 def test_a_model_on_meta_stays_there_and_the_first_task_stays_dense():
@@ -223,6 +265,8 @@ class Standardised(nn.Conv2d):
         (nn.MultiheadAttention(4, 1), "no Conv2d, Linear or Embedding"),
         (nn.MultiheadAttention(4, 1).out_proj, "reads its weight itself"),
         (SparseLinear(nn.Linear(4, 4), 5), "sparse already"),
+        (nn.Embedding(9, 4, max_norm=1.0), "its max_norm is not supported"),
+        (nn.Embedding.from_pretrained(torch.ones(9, 4), padding_idx=1), "the row of its padding is not zero"),
     ],
 )
 def test_a_layer_that_cannot_be_sparse_is_refused_by_name(module, words):

@@ -258,6 +258,8 @@ class DynamicConvTransformer(nn.Module):
     call `encode` once and `decode` with ever longer targets.
     """
 
+    sparse_layers = ("XavierLinear", "ScoreLinear", "TokenEmbedding")  # all but the projections that make kernels
+
     def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008 (frozen)
         super().__init__()
         positions = Positions(settings.most_positions, settings.width)

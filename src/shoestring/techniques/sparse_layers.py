@@ -16,7 +16,13 @@ from ..errors import ShoestringError
 from ..kernels.sparse_index import bitmap_bytes, from_bitmap, to_bitmap, validate
 from . import nonzeros
 from .first_values import fill, record_reset
-from .sparse_products import SparseConvolution, SparseMatrix, sparse_convolution, sparse_linear
+from .sparse_products import (
+    SparseConvolution,
+    SparseMatrix,
+    sparse_convolution,
+    sparse_embedding,
+    sparse_linear,
+)
 
 ESCAPE = 255  # zeros that one byte of the index can skip
 
@@ -242,7 +248,39 @@ class SparseLinear(SparseLayer):
         return sparse_linear(x, self.values, self.bias, product)
 
 
-KINDS: Sequence[type[SparseLayer]] = (SparseConv2d, SparseLinear)
+class SparseEmbedding(SparseLayer):
+    """A table of vectors with a sparse weight; the row of the padding has no nonzeros."""
+
+    dense = nn.Embedding
+    settings = ("num_embeddings", "embedding_dim", "padding_idx")
+    num_embeddings: int
+    embedding_dim: int
+
+    @staticmethod
+    def why_not(dense: nn.Embedding) -> str:
+        for setting in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(dense, setting):
+                return f"its {setting} is not supported"
+        padding = None if dense.padding_idx is None else dense.weight[dense.padding_idx]
+        if padding is not None and not padding.is_meta and bool(padding.any()):
+            return "the row of its padding is not zero"
+        return ""
+
+    @staticmethod
+    def forbidden(dense: nn.Embedding) -> range:
+        if dense.padding_idx is None:
+            return nonzeros.NOWHERE
+        start = dense.padding_idx * dense.embedding_dim
+        return range(start, start + dense.embedding_dim)
+
+    def _options(self) -> dict[str, Any]:
+        return {}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return sparse_embedding(ids, self.values, self.index, (self.num_embeddings, self.embedding_dim))
+
+
+KINDS: Sequence[type[SparseLayer]] = (SparseConv2d, SparseLinear, SparseEmbedding)
 
 
 def sparse_kind(module: nn.Module) -> Any:

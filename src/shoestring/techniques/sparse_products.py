@@ -1,6 +1,6 @@
 """Sparse convolution and linear layers as products (see `functions.Product`), and the functions that layers call.
 
-The functions can be overridden like PyTorch's own: a lean run sees them and fuses batch norm and ReLU into them.
+Those of products can be overridden like PyTorch's own: a lean run sees them and fuses batch norm and ReLU into them.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..kernels.sparse_conv import (
@@ -15,6 +16,7 @@ from ..kernels.sparse_conv import (
     sparse_conv2d_input_gradient,
     sparse_conv2d_weight_gradient,
 )
+from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from .functions import Product, lean_product
 
 Pair = tuple[Tensor, Tensor]
@@ -32,6 +34,26 @@ def sparse_linear(x: Tensor, values: Tensor, bias: Tensor | None, product: Produ
     if has_torch_function_unary(x):
         return handle_torch_function(sparse_linear, (x,), x, values, bias, product)
     return lean_product(x, values, bias, product)
+
+
+def sparse_embedding(ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Ids [...] and a sparse table of this shape -> their rows [..., width]."""
+    return _SparseEmbedding.apply(ids, values, index, shape)
+
+
+class _SparseEmbedding(torch.autograd.Function):
+    """Keeps the ids, which the batch holds anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.ids, ctx.like, ctx.index, ctx.shape = ids, values.detach(), index, shape
+        return sparse_embedding_forward(ids, values, index, *shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        out = torch.empty_like(ctx.like)
+        return None, sparse_embedding_gradient(ctx.ids, grad, ctx.index, *ctx.shape, out=out), None, None
 
 
 @dataclass(frozen=True)
