@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from metering import measured, predicted
 from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin, profile
 from shoestring.errors import NoEffect
 from shoestring.kernels.sparse_index import decode
@@ -207,6 +208,12 @@ def test_no_dense_weight_or_mask_is_made_when_a_layer_is_made_and_rewired():
     reading = measure_heap(f"{life}:life", [2_000, 80_000])
     assert reading.end_bytes == pytest.approx(4 * 80_000 + 80_000, rel=0.05)  # values, and gaps of a byte
     assert reading.peak_bytes < 2_500_000  # two bitmaps of 0.5 MB, and the values before and after
+
+
+@pytest.mark.parametrize("plan", [Plan(nonzero=30), Plan(nonzero=10, checkpoint="residual-2*", microbatch=4)])
+def test_the_predicted_peak_of_a_sparse_step_is_the_measured_one(plan):
+    lean = apply(builtin("wrn-10-1", batch=12, image=16), plan).task
+    assert predicted(lean).peak_bytes == pytest.approx(measured(lean).peak_bytes, rel=0.02)
 
 
 # -- which layers ----------------------------------------------------------------------------------------------
