@@ -4,7 +4,13 @@ import pytest
 
 from shoestring.errors import ShoestringError
 from shoestring.reporting.comparison import Comparison, comparison_table
-from shoestring.reporting.figures import comparison_figure, overlay_figure, profile_figure, require_plot
+from shoestring.reporting.figures import (
+    beside_figure,
+    comparison_figure,
+    overlay_figure,
+    profile_figure,
+    require_plot,
+)
 
 ROWS = [
     Comparison("small", 1_000_000, 1_000_000),
@@ -35,6 +41,11 @@ def test_a_profile_without_a_ledger_is_drawn_as_a_pie(path, data):
 
 def test_two_ledgers_are_drawn_in_one_frame(path, ledger):
     overlay_figure(path, ledger, ledger, names=("before", "after"))
+    assert is_picture(path)
+
+
+def test_a_predicted_step_is_drawn_beside_a_measured_one(path, data, ledger):
+    beside_figure(path, data, ledger, ledger)
     assert is_picture(path)
 
 
@@ -75,7 +86,7 @@ def test_the_table_has_a_row_a_model_and_aligned_columns():
     assert len({len(line) for line in lines}) == 1
     assert lines[2].split("|")[4].strip() == "+0.00%"
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
-        "large", "2.020 GB", "2.000 GB", "+1.00%", "90.00 MB", "100.0 MB"
+        "large", "2.020 GB", "2.000 GB", "+1.00%", "90.00 MB", "100.0 MB", "-10.00%"
     ]  # fmt: skip
 
 

@@ -8,13 +8,15 @@ from ..units import format_bytes
 
 @dataclass(frozen=True)
 class Comparison:
-    """One model's predicted and measured peak of tensor bytes, and of workspace where both are known."""
+    """One model's predicted and measured peak of tensor bytes; of workspace, and of both together, if known."""
 
     name: str
     predicted_bytes: int
     measured_bytes: int
     predicted_workspace: int | None = None
     measured_workspace: int | None = None
+    predicted_peak: int | None = None
+    measured_peak: int | None = None
 
     @property
     def error(self) -> float:
@@ -22,21 +24,29 @@ class Comparison:
         return self.predicted_bytes / self.measured_bytes - 1
 
 
+_LABELS = {"bytes": "", "workspace": "workspace ", "peak": "both "}
+
+
 def comparison_table(rows: Sequence[Comparison]) -> str:
-    """Rows -> a Markdown table whose columns also align in a terminal."""
-    header = ["model", "predicted", "measured", "error"]
-    workspace = any(row.measured_workspace is not None for row in rows)
-    header += ["workspace predicted", "measured"] if workspace else []
-    cells = [_cells(row, workspace) for row in rows]
+    """Rows -> a Markdown table whose columns also align in a terminal; what no row knows has no column."""
+    known = [part for part in _LABELS if any(_pair(row, part)[1] is not None for row in rows)]
+    header = ["model", *(word for part in known for word in (f"{_LABELS[part]}predicted", "measured", "error"))]
+    cells = [[row.name, *(cell for part in known for cell in _cells(*_pair(row, part)))] for row in rows]
     widths = [max(len(line[place]) for line in (header, *cells)) for place in range(len(header))]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
     return "\n".join(_line(line, widths) for line in (header, rule, *cells))
 
 
-def _cells(row: Comparison, workspace: bool) -> list[str]:
-    sizes = format_bytes(row.predicted_bytes), format_bytes(row.measured_bytes)
-    extra = (row.predicted_workspace, row.measured_workspace) if workspace else ()
-    return [row.name, *sizes, f"{row.error:+.2%}", *("" if s is None else format_bytes(s) for s in extra)]
+def _pair(row: Comparison, part: str) -> tuple[int | None, int | None]:
+    return getattr(row, f"predicted_{part}"), getattr(row, f"measured_{part}")
+
+
+def _cells(predicted: int | None, measured: int | None) -> list[str]:
+    """Two sizes -> themselves and the relative error, in words; unknown is left empty."""
+    if predicted is None or measured is None:
+        return ["", "", ""]
+    error = f"{predicted / measured - 1:+.2%}" if measured else ""
+    return [format_bytes(predicted), format_bytes(measured), error]
 
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:

@@ -65,6 +65,20 @@ def overlay_figure(
         axes.set(xlim=(0, 1), xticks=[], xlabel="one training step")
 
 
+def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, measured: Ledger) -> None:
+    """A profile's JSON and ledger, and the ledger of a meter -> both steps side by side on one scale."""
+    with _figure(path, 11.0, 4.2) as figure:
+        axes = [figure.add_axes((x, 0.09, 0.44, 0.72)) for x in (0.065, 0.545)]
+        _stack(axes[0], timeline(predicted, _COLUMNS), data)
+        _outline(axes[1], "", timeline(measured, _COLUMNS), MUTED, measured.peak().bytes)
+        top = max(predicted.peak().bytes, measured.peak().bytes)
+        for frame, title in zip(axes, ("predicted", "measured"), strict=True):
+            _memory_axis(frame, top)
+            frame.set_title(title, loc="left", weight="bold", pad=22)
+            frame.set(xticks=[], xlabel="one step: storages born and freed, in order")
+        axes[1].set(xlim=(0, 1), yticklabels=[])
+
+
 def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float = 0.01) -> None:
     """Rows -> predicted and measured peaks side by side, and the errors against the promised band."""
     with _figure(path, 9.5, 0.9 + 0.32 * len(rows)) as figure:
@@ -167,7 +181,7 @@ def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) ->
     axes.step(places, steps.totals, where="post", color=colour, lw=1.2)
     peak = places[steps.peak_column], steps.totals[steps.peak_column]
     axes.plot(*peak, "o", color=colour, ms=6)
-    words = f"{name}: {format_bytes(peak[1])}"
+    words = f"{name}: {format_bytes(peak[1])}".removeprefix(": ")
     if peak[1] < top:
         words += f", {top / peak[1]:.1f}x less"
     axes.annotate(words, peak, (8, 9), textcoords="offset points", color=colour, weight="bold", bbox=_HALO)
