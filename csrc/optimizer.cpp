@@ -14,6 +14,7 @@ struct Tensors {
   int64_t numel;
   bool write_weight, write_moments;
 
+  bool is_large() const { return blocks() > 64; }  // smaller ones are done before another thread wakes up
   int64_t blocks() const { return (numel + BLOCK - 1) / BLOCK; }
   int64_t count(int64_t block) const { return std::min(BLOCK, numel - block * BLOCK); }
 
@@ -78,7 +79,7 @@ float scale_for(float most) {
 template <class Rule>
 void choose_scales(Tensors& t, const Rule& rule, int threads) {
   int32_t first = 0, second = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : first, second)
+#pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large()) reduction(max : first, second)
   for (int64_t block = 0; block < t.blocks(); ++block) {
     Block b;
     t.read(block, b);
@@ -95,7 +96,7 @@ void update(Tensors t, const Rule& rule, Words key, int threads) {
   const bool scaled = t.write_moments && (t.first.one_scale() || t.second.one_scale());
   if (scaled) choose_scales(t, rule, threads);
   const bool noisy_weight = t.weight.storage == BF16, noisy_second = t.second.data && t.second.storage != FP32;
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large())
   for (int64_t block = 0; block < t.blocks(); ++block) {
     Block b;
     alignas(64) uint32_t noise[BLOCK];
@@ -121,10 +122,10 @@ Array array(Address data, int storage, Address scales = 0) {
   return a;
 }
 
-// A key for the update of one tensor at one step.
-Words key_of(int64_t seed, int64_t number, int64_t step) {
+// A key for one update of one tensor.
+Words key_of(int64_t seed, int64_t number, int64_t update_number) {
   const auto low = [](int64_t x) { return static_cast<uint32_t>(x); };
-  return threefry({low(seed), low(seed >> 32)}, {low(number), low(step)});
+  return threefry({low(seed), low(seed >> 32)}, {low(number), low(update_number)});
 }
 }  // namespace
 
@@ -133,17 +134,17 @@ Words key_of(int64_t seed, int64_t number, int64_t step) {
 static void sgd_update(Address weight, int weight_storage, Address gradient, int gradient_storage, Address momentum,
                        int momentum_storage, Address scales, int64_t numel, float lr, float mu, bool nesterov,
                        float weight_decay, float factor, bool write_weight, bool write_moments, int64_t seed,
-                       int64_t number, int64_t step, int threads) {
+                       int64_t number, int64_t update_number, int threads) {
   Tensors t{array(weight, weight_storage), array(gradient, gradient_storage),
             array(momentum, momentum_storage, scales), array(0, 0), numel, write_weight, write_moments};
-  update(t, Sgd{{factor, weight_decay}, lr, mu, nesterov}, key_of(seed, number, step), threads);
+  update(t, Sgd{{factor, weight_decay}, lr, mu, nesterov}, key_of(seed, number, update_number), threads);
 }
 
 static void adam_update(Address weight, int weight_storage, Address gradient, int gradient_storage, Address first,
                         int first_storage, Address first_scales, Address second, int second_storage,
                         Address second_scales, int64_t numel, double lr, double beta1, double beta2, double eps,
-                        double weight_decay, bool decoupled, double factor, bool rooted, int64_t seed, int64_t number,
-                        int64_t step, int threads) {
+                        double weight_decay, bool decoupled, double factor, int64_t step, bool rooted, int64_t seed,
+                        int64_t number, int64_t update_number, int threads) {
   Tensors t{array(weight, weight_storage), array(gradient, gradient_storage),
             array(first, first_storage, first_scales), array(second, second_storage, second_scales), numel, true, true};
   const double power = static_cast<double>(step);
@@ -157,7 +158,7 @@ static void adam_update(Address weight, int weight_storage, Address gradient, in
                   f(eps),
                   f(1 / std::sqrt(1 - std::pow(beta2, power))),
                   rooted};
-  update(t, rule, key_of(seed, number, step), threads);
+  update(t, rule, key_of(seed, number, update_number), threads);
 }
 
 void bind_optimizer(nb::module_& m) {

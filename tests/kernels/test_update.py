@@ -51,7 +51,7 @@ def run_sgd(weight, gradients, form="fp32", number=0, **settings):
 def run_adam(weight, gradients, form="fp32", seed=3, lr=0.1, **settings):
     moments = new_moment(weight, form), new_moment(weight, form, positive=True)
     for step, gradient in enumerate(gradients, 1):
-        adam_update(weight, gradient, *moments, lr=lr, noise=(seed, 0, step), **settings)
+        adam_update(weight, gradient, *moments, step=step, lr=lr, noise=(seed, 0, step), **settings)
     return moments
 
 
@@ -219,8 +219,8 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype, form):
     before, results = torch.get_num_threads(), []
     for count in (1, 2):
         torch.set_num_threads(count)
-        weight = numbers(10_000, 0, dtype)
-        moments = run_adam(weight, [numbers(10_000, s, dtype) for s in (1, 2)], form, lr=0.01)
+        weight = numbers(50_000, 0, dtype)
+        moments = run_adam(weight, [numbers(50_000, s, dtype) for s in (1, 2)], form, lr=0.01)
         results.append([weight, *(part for moment in moments for part in moment if part is not None)])
     torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -259,7 +259,7 @@ def test_the_compiled_adam_is_close_to_its_twin(settings, form):
     betas, eps, decay, decoupled = plain.values()
     for step, gradient in enumerate(gradients, 1):
         reference_update.adam_update(
-            twins, gradient, *as_arguments(moments), 0.1, *betas, eps, decay, decoupled, 1.0, (3, 0, step)
+            twins, gradient, *as_arguments(moments), 0.1, *betas, eps, decay, decoupled, 1.0, step, (3, 0, step)
         )
     # A value that lies on the border of two codes may fall to either side.
     assert (ours - twins).abs().median() < 1e-6
@@ -292,7 +292,7 @@ def test_scratch_does_not_grow_with_the_tensor(form):
             weight = torch.empty(numel)
             moments = new_moment(weight, form), new_moment(weight, form, positive=True)
             gradient = torch.empty_like(weight)
-            return scratch_of(lambda: adam_update(weight, gradient, *moments, lr=0.1, noise=(0, 0, 1)))[1]
+            return scratch_of(lambda: adam_update(weight, gradient, *moments, lr=0.1, step=1))[1]
 
     assert scratch(2 * CHUNK) == scratch(8 * CHUNK)
     assert scratch(8 * CHUNK) == 0 or core is None  # the twin works in chunks, the core in registers

@@ -32,9 +32,9 @@ def threefry(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def key_of(noise: Sequence[int]) -> tuple[int, int]:
-    """(seed, number of the tensor, step) -> the key of this update's random bits."""
-    seed, number, step = noise
-    return threefry((seed & _WORD, seed >> 32 & _WORD), (number & _WORD, step & _WORD))
+    """(seed, number of the tensor, number of the update) -> the key of this update's random bits."""
+    seed, number, update = noise
+    return threefry((seed & _WORD, seed >> 32 & _WORD), (number & _WORD, update & _WORD))
 
 
 def random_bits(key: Sequence[int], stream: int, part: slice, device: torch.device) -> Tensor:

@@ -49,10 +49,10 @@ def adam_update(
     weight_decay: float,
     decoupled: bool,
     factor: float,
+    step: int,
     noise: Sequence[int],
 ) -> None:
     """weight -= lr first / (sqrt(second) + eps), both with their bias taken out, in place."""
-    step = noise[2]
     correction = 1 / (1 - beta2**step) ** 0.5
     rooted = second_scales is not None
 

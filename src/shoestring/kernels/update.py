@@ -5,8 +5,8 @@
 
 Weights and gradients are FP32, FP16 or BF16 (FP64 runs the twin); moments are of any form of `moments.py`. The
 formulas are those of torch.optim. `factor` multiplies the gradient: 1 / loss scale, say. BF16 weights and narrow
-second moments are rounded by chance; `noise` (seed, number of the tensor, step) decides how, so a run that is done
-again, or on another number of threads, ends with the same bits.
+second moments are rounded by chance; `noise` (seed, number of the tensor, number of the update) decides how, so a run
+that is done again, or on another number of threads, ends with the same bits.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ _sgd_op = define(
 _adam_op = define(
     "adam_update(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, "
     "Tensor(d!)? first_scales, Tensor(e!)? second_scales, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, bool decoupled, float factor, int[] noise) -> ()",
+    "float weight_decay, bool decoupled, float factor, int step, int[] noise) -> ()",
     **forms(_adam, reference_update.adam_update),
 )
 
@@ -65,10 +65,10 @@ def sgd_update(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     factor: float = 1.0,
-    noise: Noise = (0, 0, 1),
+    noise: Noise = (0, 0, 0),
 ) -> None:
     """g = factor gradient + weight_decay weight; m = mu m + g; weight -= lr m, or lr (g + mu m) with Nesterov's."""
-    gradient = _laid_out(weight, gradient)
+    gradient = laid_out(weight, gradient)
     values, scales = momentum or (None, None)
     _sgd_op(weight, gradient, values, scales, lr, mu, nesterov, weight_decay, factor, True, noise)
     torch.autograd.graph.increment_version(weight)
@@ -84,11 +84,11 @@ def sgd_accumulate(
     factor: float = 1.0,
 ) -> None:
     """m = mu m + factor gradient + weight_decay weight; the weight stays as it is."""
-    gradient = _laid_out(weight, gradient)
-    _sgd_op(weight, gradient, *momentum, 0.0, mu, False, weight_decay, factor, False, (0, 0, 1))
+    gradient = laid_out(weight, gradient)
+    _sgd_op(weight, gradient, *momentum, 0.0, mu, False, weight_decay, factor, False, (0, 0, 0))
 
 
-def sgd_follow(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 1)) -> None:
+def sgd_follow(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 0)) -> None:
     """weight -= lr m; the momentum stays as it is."""
     _sgd_op(weight, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, noise)
     torch.autograd.graph.increment_version(weight)
@@ -100,22 +100,23 @@ def adam_update(
     first: Moment,
     second: Moment,
     *,
+    step: int,
     lr: float,
     betas: Sequence[float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     decoupled: bool = False,
     factor: float = 1.0,
-    noise: Noise = (0, 0, 1),
+    noise: Noise = (0, 0, 0),
 ) -> None:
-    """Adam, or AdamW if weight decay is `decoupled`; the step, from 1, is the last number of `noise`."""
-    gradient = _laid_out(weight, gradient)
+    """Adam, or AdamW if weight decay is `decoupled`; `step` counts from 1."""
+    gradient = laid_out(weight, gradient)
     values, scales = zip(first, second, strict=True)
-    _adam_op(weight, gradient, *values, *scales, lr, *betas, eps, weight_decay, decoupled, factor, noise)
+    _adam_op(weight, gradient, *values, *scales, lr, *betas, eps, weight_decay, decoupled, factor, step, noise)
     torch.autograd.graph.increment_version(weight)
 
 
-def _laid_out(weight: Tensor, gradient: Tensor) -> Tensor:
+def laid_out(weight: Tensor, gradient: Tensor) -> Tensor:
     """The gradient in the weight's layout: itself, but for the rare one that is laid out otherwise."""
     if gradient.layout != torch.strided or gradient.shape != weight.shape:
         raise ShoestringError(

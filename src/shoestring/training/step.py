@@ -40,6 +40,9 @@ class Stepper:
         total = sum(counts)
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
+        begin = getattr(self.optimizer, "begin", None)  # lean optimizers refuse what they could not do exactly
+        if begin is not None:
+            begin(self.task, len(pieces))
         try:
             losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
             with phase(Phase.UPDATE):
@@ -56,7 +59,7 @@ class Stepper:
 
     def _pass(self, piece: Any, weight: float) -> Tensor:
         with ExitStack() as stack:
-            for context in self.task.contexts:
+            for context in (*self.task.contexts, *getattr(self.optimizer, "contexts", ())):
                 stack.enter_context(context(self.task.model))
             with phase(Phase.FORWARD):
                 loss = self.task.loss(self.task.model, piece)
