@@ -18,63 +18,77 @@ struct Arena {
   }
 };
 
-struct Weighted { float weight; int32_t offset; };  // offset in bytes from the tile's first vector
-struct Ranked { int32_t rank, offset; };            // rank: which nonzero; -1 fills a group of ROUND up
-
-inline void fill(Weighted& entry, float weight, int64_t, int32_t offset) { entry = {weight, offset}; }
-inline void fill(Ranked& entry, float, int64_t rank, int32_t offset) { entry = {static_cast<int32_t>(rank), offset}; }
-
+// A weight's nonzeros, and how a kernel reads them. A line is an output of the kernel: a row of the weight, or (if
+// transposed) the columns of one input channel. The channels that a line reads are cut into chunks whose source fits
+// the nearest cache, and the entries of a chunk are sorted into groups.
 struct Nonzeros {
   Index index;
+  bool ranked;  // entries hold ranks, not weights
   const void* values;
   int code;  // storage of the values, as in with_storage
-  int64_t count, rows, row_length;
+  int64_t count, rows, row_length, kernel;
   bool transposed;
-  int64_t positions_per_line;  // of one row: all of them, or the kernel positions of one input channel
-  int64_t lines() const { return transposed ? row_length / positions_per_line : rows; }
-  int64_t longest_line() const { return transposed ? rows * positions_per_line : row_length; }
+  int64_t chunks, chunk_channels, groups;
+  int64_t lines() const { return transposed ? row_length / kernel : rows; }
+  int64_t channels() const { return transposed ? rows : row_length / kernel; }
+  int64_t bins() const { return chunks * groups; }  // of a line
 };
 
-// Entry is Weighted or Ranked; every bin of Ranked entries is filled up to a multiple of ROUND.
-template <class Entry, int ROUND>
+inline float scalar(float value) { return value; }
+template <class T>
+inline float scalar(const T& value) { return load_part(&value, 1)[0]; }
+
+constexpr int FOUR = 4;
+inline int64_t round_to_four(int64_t count) { return (count + FOUR - 1) / FOUR * FOUR; }
+
+// Entries [starts[b], ends[b]) are those of bin b = ((line - first) * chunks + chunk) * groups + group. Every bin
+// starts at a multiple of FOUR; what fills it up to the next reads the channel after the last, which is zero, and has
+// weight 0 or rank -1.
 class Blocks {
  public:
-  int32_t* bin_of;     // of each position in a row: its bin within the line (transposed: line * bins_per_line + bin)
-  int32_t* offset_of;  // and where it reads
-  Entry* entries;
-  int32_t* starts;     // bin b of line l: entries [starts[(l - first) * bins + b], starts[... + 1])
-  int64_t first = 0, last = 0;
+  int32_t* group_of;   // of each kernel position its group, below MAX_GROUPS if not transposed,
+  int32_t* offset_of;  // and where it reads within a channel
+  int32_t* offsets;    // of each entry, in bytes from the tile's first float
+  float* weights;      // of each entry its weight,
+  int32_t* ranks;      // or which of the nonzeros it is
+  int32_t *starts, *ends;
+  int64_t first = 0, last = 0;  // lines of the present block
 
-  Blocks(const Nonzeros& nonzeros, int bins_per_line, int64_t row_offset, int64_t lines, int64_t budget, Arena& arena)
-      : from(nonzeros), bins(bins_per_line), row_offset(row_offset) {
-    const int64_t slack = ROUND > 1 ? lines * bins * (ROUND - 1) : 0;
-    const int64_t longest = nonzeros.longest_line() + (ROUND - 1) * bins;
-    capacity = std::min(std::max(budget, longest), nonzeros.count + slack);
-    bin_of = arena.take<int32_t>(nonzeros.row_length);
-    offset_of = arena.take<int32_t>(nonzeros.row_length);
-    entries = arena.take<Entry>(capacity);
-    starts = arena.take<int32_t>(lines * bins + 1);
-    places = arena.take<int32_t>(lines * bins + 1);
-    cursors = nonzeros.transposed ? arena.take<Cursor>(nonzeros.rows) : nullptr;
+  Blocks(const Nonzeros& nonzeros, int64_t channel_bytes, int64_t lines, int64_t budget, Arena& arena)
+      : from(nonzeros), channel_bytes(channel_bytes) {
+    const int64_t slack = from.bins() * (FOUR - 1), longest = from.channels() * from.kernel + slack;
+    capacity = std::min(std::max(budget, longest), from.count + lines * slack);
+    group_of = arena.take<int32_t>(from.kernel);
+    offset_of = arena.take<int32_t>(from.kernel);
+    offsets = arena.take<int32_t>(capacity);
+    weights = arena.take<float>(capacity);
+    ranks = reinterpret_cast<int32_t*>(weights);
+    starts = arena.take<int32_t>(lines * from.bins() + 1);
+    ends = arena.take<int32_t>(lines * from.bins());
+    found = arena.take<int32_t>(from.row_length);
+    column_offset = arena.take<int32_t>(from.row_length);
+    column_field = arena.take<int32_t>(from.row_length);
+    if (!from.transposed) return;
+    cursors = arena.take<Cursor>(from.rows);
+    places = arena.take<int32_t>(lines * from.chunks * from.kernel);
   }
-
   int64_t size() const { return capacity; }
+  int64_t entries() const { return starts[(last - first) * from.bins()]; }
 
-  // Before the first block of lines [line, end).
+  // Before the first block of lines [line, end); group_of and offset_of have been filled.
   void begin(int64_t line, int64_t end) {
     first = last = line;
     stop = end;
-    if (from.transposed) {
-      Cursor walker;
-      for (int64_t row = 0; row < from.rows; ++row) {
-        const int64_t start = row * from.row_length;
-        skip(from.index, walker, start);
-        cursors[row] = walker;
-        skip(from.index, cursors[row], start + line * from.positions_per_line);
-      }
-    } else {
-      cursor = Cursor{};
-      skip(from.index, cursor, line * from.row_length);
+    for (int64_t p = 0; p < from.row_length; ++p) {
+      const int64_t channel = from.transposed ? 0 : p / from.kernel * channel_bytes;
+      column_offset[p] = static_cast<int32_t>(offset_of[p % from.kernel] + channel);
+      column_field[p] = FIELD * group_of[p % from.kernel];
+    }
+    cursor = Cursor{};
+    if (!from.transposed) return skip(from.index, cursor, line * from.row_length);
+    for (int64_t row = 0; row < from.rows; ++row) {
+      skip(from.index, cursor, row * from.row_length + line * from.kernel);
+      cursors[row] = cursor;
     }
   }
 
@@ -82,74 +96,151 @@ class Blocks {
   bool next() {
     first = last;
     if (first >= stop) return false;
-    const int64_t average = from.count / from.lines() + 1;
+    const int64_t average = from.count / from.lines() + from.bins() * (FOUR - 1) / 2 + 1;
     last = std::min(stop, first + std::max<int64_t>(1, capacity / average));
-    count_bins();
-    with_storage(from.code, [&](auto tag) { place(static_cast<const decltype(tag)*>(from.values)); });
+    if (!from.ranked) {
+      with_storage(from.code, [&](auto tag) {
+        const auto* values = static_cast<const decltype(tag)*>(from.values);
+        fill([=](int64_t rank) { return scalar(values[rank]); }, weights);
+      });
+    } else {
+      fill([](int64_t rank) { return static_cast<int32_t>(rank); }, ranks);
+    }
     return true;
   }
 
  private:
-  Nonzeros from;
-  int bins;
-  int64_t row_offset, capacity, stop = 0;
-  int32_t* places;
-  Cursor cursor;
-  Cursor* cursors;
+  // Up to three groups are counted in the fields of one register: counters in memory would wait for each other.
+  static constexpr int FIELD = 21, MAX_GROUPS = 3;
+  static constexpr int64_t MASK = (int64_t{1} << FIELD) - 1;
 
-  // visit(bin, offset, rank) for the nonzeros of lines [first, last)
-  template <bool ADVANCE, class Visit>
-  void each(Visit visit) {
-    const int64_t length = from.row_length;
-    if (from.transposed) {
-      for (int64_t row = 0; row < from.rows; ++row) {
-        Cursor at = cursors[row];
-        const int64_t start = row * length, shift = row * row_offset, base = first * bins;
-        walk(from.index, at, start + last * from.positions_per_line, [&](int64_t position, int64_t rank) {
-          visit(bin_of[position - start] - base, static_cast<int32_t>(offset_of[position - start] + shift), rank);
-        });
-        if (ADVANCE) cursors[row] = at;
-      }
-      return;
-    }
-    Cursor at = cursor;
-    for (int64_t line = first; line < last; ++line) {
-      const int64_t start = line * length, base = (line - first) * bins;
-      walk(from.index, at, start + length, [&](int64_t position, int64_t rank) {
-        visit(base + bin_of[position - start], offset_of[position - start], rank);
-      });
-    }
-    if (ADVANCE) cursor = at;
+  Nonzeros from;
+  int64_t channel_bytes, capacity, stop = 0, stride = 0;
+  int32_t *found, *column_offset, *column_field, *places = nullptr;
+  Cursor cursor;
+  Cursor* cursors = nullptr;
+
+  template <class Payload, class Out>
+  void fill(Payload payload, Out* out) {
+    if (from.transposed) fill_from_columns(payload, out);
+    else fill_from_rows(payload, out);
   }
 
-  // Counts the entries of each bin, and takes lines back until the rest fits.
-  void count_bins() {
-    const int64_t all = (last - first) * bins;
-    std::fill(starts, starts + all + 1, 0);
-    each<false>([&](int64_t bin, int32_t, int64_t) { ++starts[bin + 1]; });
-    int64_t fitting = 0;
-    for (int64_t line = 0; line < last - first; ++line) {
-      for (int64_t bin = line * bins; bin < (line + 1) * bins; ++bin)
-        starts[bin + 1] = starts[bin] + (starts[bin + 1] + ROUND - 1) / ROUND * ROUND;
-      if (starts[(line + 1) * bins] > capacity) break;
-      fitting = line + 1;
+  // What kernels read beyond a bin's end, up to the next multiple of FOUR.
+  template <class Out>
+  void pad(int64_t end, Out* out) {
+    const Out nothing = from.ranked ? -1 : 0;
+    const int32_t nowhere = static_cast<int32_t>(from.channels() * channel_bytes);
+    for (; end % FOUR; ++end) offsets[end] = nowhere, out[end] = nothing;
+  }
+
+  template <class Payload, class Out>
+  void fill_from_rows(Payload payload, Out* out) {
+    const int64_t step = from.chunk_channels * from.kernel, slack = from.groups * (FOUR - 1);
+    int64_t start = 0, bin = 0;
+    for (int64_t line = first; line < last; ++line) {
+      const Cursor before = cursor;
+      const int64_t line_start = start, origin = line * from.row_length;
+      for (int64_t chunk = 0; chunk < from.chunks; ++chunk, bin += from.groups) {
+        const int64_t rank = cursor.rank, end = std::min(from.row_length, (chunk + 1) * step);
+        const int64_t n = gather(from.index, cursor, origin + end, origin, found);
+        if (start + n + slack > capacity) {  // this line begins the next block
+          cursor = before;
+          last = line;
+          starts[(last - first) * from.bins()] = static_cast<int32_t>(line_start);
+          return;
+        }
+        start = fill_piece(bin, start, n, payload, rank, out);
+      }
+    }
+    starts[bin] = static_cast<int32_t>(start);
+  }
+
+  // The `n` nonzeros found, into the bins from `bin` on; returns where the next bin starts.
+  template <class Payload, class Out>
+  int64_t fill_piece(int64_t bin, int64_t start, int64_t n, Payload payload, int64_t rank, Out* out) {
+    int64_t counts = 0, slots = 0;
+    for (int64_t i = 0; i < n; ++i) counts += int64_t{1} << column_field[found[i]];
+    for (int64_t group = 0; group < from.groups; ++group, ++bin) {
+      const int64_t count = counts >> (FIELD * group) & MASK;
+      slots |= start << (FIELD * group);
+      starts[bin] = static_cast<int32_t>(start);
+      ends[bin] = static_cast<int32_t>(start += count);
+      pad(start, out);
+      start = round_to_four(start);
+    }
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t position = found[i], field = column_field[position];
+      const int64_t slot = slots >> field & MASK;
+      slots += int64_t{1} << field;
+      offsets[slot] = column_offset[position];
+      out[slot] = payload(rank + i);
+    }
+    return start;
+  }
+
+  // Of columns: visit(row, how many nonzeros of lines [first, last) it has, the first's rank, a cursor behind them);
+  // their positions are counted from the first line's.
+  template <class Visit>
+  void each_segment(Visit visit) {
+    for (int64_t row = 0; row < from.rows; ++row) {
+      const int64_t origin = row * from.row_length + first * from.kernel;
+      Cursor at = cursors[row];
+      const int64_t n = gather(from.index, at, origin + (last - first) * from.kernel, origin, found);
+      visit(row, n, cursors[row].rank, at);
+    }
+  }
+
+  // One counter for each kernel position of each line: the next row is the first to meet it again, so that no counter
+  // waits for itself.
+  void count_columns() {
+    stride = (last - first) * from.kernel;
+    std::fill(places, places + stride * from.chunks, 0);
+    each_segment([&](int64_t row, int64_t n, int64_t, const Cursor&) {
+      int32_t* counters = places + row / from.chunk_channels * stride;
+      for (int64_t i = 0; i < n; ++i) ++counters[found[i]];
+    });
+    int64_t start = 0, fitting = 0;
+    for (; fitting < last - first; ++fitting) {
+      const int64_t end = place_line(fitting, start);
+      if (end > capacity) break;
+      start = end;
     }
     last = first + fitting;
+    starts[fitting * from.bins()] = static_cast<int32_t>(start);
   }
 
-  // Every other bin is filled backwards: the kernel then turns round at its end, and meets what is still in the cache.
-  template <class T>
-  void place(const T* values) {
-    const int64_t all = (last - first) * bins;
-    for (int64_t bin = 0; bin < all; ++bin) places[bin] = bin % 2 ? starts[bin + 1] - 1 : starts[bin];
-    if (ROUND > 1) std::fill(entries, entries + starts[all], Entry{-1, 0});
-    each<true>([&](int64_t bin, int32_t offset, int64_t rank) {
-      fill(entries[places[bin]], values ? scalar(values[rank]) : 0.f, rank, offset);
-      places[bin] += bin % 2 ? -1 : 1;
+  // Gives the counters of a line their first slots, from `start` on; returns where the next line starts.
+  int64_t place_line(int64_t line, int64_t start) {
+    for (int64_t bin = line * from.bins(); bin < (line + 1) * from.bins(); ++bin) {
+      const int64_t chunk = bin / from.groups % from.chunks, group = bin % from.groups;
+      int32_t* counters = places + chunk * stride + line * from.kernel;
+      starts[bin] = static_cast<int32_t>(start);
+      for (int64_t k = 0; k < from.kernel; ++k) {
+        if (group_of[k] != group) continue;
+        const int32_t count = counters[k];
+        counters[k] = static_cast<int32_t>(start);
+        start += count;
+      }
+      ends[bin] = static_cast<int32_t>(start);
+      start = round_to_four(start);
+    }
+    return start;
+  }
+
+  template <class Payload, class Out>
+  void fill_from_columns(Payload payload, Out* out) {
+    count_columns();
+    for (int64_t bin = 0; bin < (last - first) * from.bins(); ++bin) pad(ends[bin], out);
+    each_segment([&](int64_t row, int64_t n, int64_t rank, const Cursor& behind) {
+      int32_t* counters = places + row / from.chunk_channels * stride;
+      const int32_t shift = static_cast<int32_t>(row * channel_bytes);
+      for (int64_t i = 0; i < n; ++i) {
+        const int32_t slot = counters[found[i]]++;
+        offsets[slot] = column_offset[found[i]] + shift;
+        out[slot] = payload(rank + i);
+      }
+      cursors[row] = behind;
     });
   }
-
-  static float scalar(float value) { return value; }
-  template <class T>
-  static float scalar(const T& value) { return load_part(&value, 1)[0]; }
 };

@@ -57,7 +57,7 @@ struct Axis {
   }
 };
 
-constexpr int64_t TILE_VECTORS = 8, SOURCE_BYTES = 96 << 10;
+constexpr int64_t TILE_VECTORS = 8, SOURCE_BYTES = 96 << 10, CACHE_BYTES = 26 << 10;
 
 // The layout of the source in scratch. Two forms:
 // whole rows (row_vectors 1-8): a row is padded to whole vectors, a tile is one or more rows, and the one-pixel shifts
@@ -70,6 +70,7 @@ struct Geometry {
   int64_t row_vectors, tile_vectors, row;   // `row` in floats
   int64_t band_rows;  // rows of the grid for which the source is in scratch at one time
   int64_t plane, channel;  // floats
+  int64_t chunk_channels;  // so many channels of one tile's source fit the nearest cache
 
   Geometry(const Sizes& sizes, bool transposed)
       : h(sizes, 0, transposed), w(sizes, 1, transposed), samples(sizes[SAMPLES]),
@@ -87,17 +88,21 @@ struct Geometry {
     band_rows = std::min(round_up(h.grid(), tile_rows), std::max(tile_rows, rows / tile_rows * tile_rows));
     plane = round_up(tiles(band_rows) * tile_vectors * 8 + h.halo() * row + (whole_rows ? 0 : w.halo()), 8);
     channel = plane * h.planes() * w.planes();
+    const int64_t tile_bytes = (tile_vectors * 8 + h.halo() * row) * h.planes() * w.planes() * 4;
+    const int64_t fitting = std::max<int64_t>(1, CACHE_BYTES / tile_bytes);
+    chunk_channels = std::max<int64_t>(1, divide_up(channels, divide_up(channels, fitting)));
   }
+  int64_t chunks() const { return divide_up(channels, chunk_channels); }
   int64_t tiles(int64_t rows) const { return divide_up((rows - 1) * row + (row_vectors ? row : w.grid()), tile_vectors * 8); }
   int64_t classes() const { return h.classes() * w.classes(); }
-  int64_t groups() const { return row_vectors ? 3 : 1; }  // of one class: shifted by -1, 0, 1; or not grouped
-  int64_t bins() const { return classes() * groups(); }
+  int64_t shifts() const { return row_vectors ? 3 : 1; }  // by -1, 0, 1; or not grouped
+  int64_t groups() const { return classes() * shifts(); }
   int64_t left() const { return row_vectors ? 0 : w.low; }  // the grid column of a row's first float
 
-  // Kernel position k: its bin, and the byte offset from a tile's first float within a channel.
-  int64_t bin(int64_t k) const {
+  // Kernel position k: its group, and the byte offset from a tile's first float within a channel.
+  int64_t group(int64_t k) const {
     const Tap y = h.tap(k / w.kernel), x = w.tap(k % w.kernel);
-    return (y.klass * w.classes() + x.klass) * groups() + (row_vectors ? x.shift + 1 : 0);
+    return (y.klass * w.classes() + x.klass) * shifts() + (row_vectors ? x.shift + 1 : 0);
   }
   int64_t offset(int64_t k) const {
     const Tap y = h.tap(k / w.kernel), x = w.tap(k % w.kernel);

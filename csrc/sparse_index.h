@@ -24,27 +24,32 @@ struct Cursor {
 
 // The bits at [position, position + 64) of a bitmap; what lies beyond `end` reads as zero.
 inline uint64_t bits_at(const Index& index, int64_t position, int64_t end) {
-  const int64_t byte = position / 8;
+  const int64_t byte = position / 8, left = index.size - byte;
   const int shift = static_cast<int>(position % 8);
-  uint64_t word = 0, next = 0;
-  std::memcpy(&word, index.bytes + byte, index.size - byte < 8 ? index.size - byte : 8);
-  if (shift && index.size - byte > 8) next = index.bytes[byte + 8];
-  word = shift ? word >> shift | next << (64 - shift) : word;
+  uint64_t word = 0;
+  if (left > 8) {
+    std::memcpy(&word, index.bytes + byte, 8);
+    word >>= shift;
+    if (shift) word |= static_cast<uint64_t>(index.bytes[byte + 8]) << (64 - shift);
+  } else {
+    for (int64_t i = 0; i < left; ++i) word |= static_cast<uint64_t>(index.bytes[byte + i]) << (8 * i);
+    word >>= shift;
+  }
   return end - position < 64 ? word & ((uint64_t{1} << (end - position)) - 1) : word;
 }
 
 // Passes the nonzeros before `end` and calls visit(position, rank) for each.
 template <class Visit>
 inline void walk(const Index& index, Cursor& cursor, int64_t end, Visit visit) {
+  Cursor at = cursor;  // in registers
   if (index.is_bitmap()) {
-    for (; cursor.position < end; cursor.position += 64) {
-      for (uint64_t word = bits_at(index, cursor.position, end); word; word &= word - 1)
-        visit(cursor.position + __builtin_ctzll(word), cursor.rank++);
+    for (; at.position < end; at.position += 64) {
+      for (uint64_t word = bits_at(index, at.position, end); word; word &= word - 1)
+        visit(at.position + __builtin_ctzll(word), at.rank++);
     }
-    cursor.position = end;
+    cursor = {end, 0, at.rank};
     return;
   }
-  Cursor at = cursor;  // in registers
   while (at.byte < index.size) {
     const int64_t gap = index.bytes[at.byte];
     if (gap == ESCAPE) {
@@ -66,4 +71,11 @@ inline void skip(const Index& index, Cursor& cursor, int64_t end) {
   for (; cursor.position < end; cursor.position += 64)
     cursor.rank += __builtin_popcountll(bits_at(index, cursor.position, end));
   cursor.position = end;
+}
+
+// Passes the nonzeros before `end` and writes their positions, counted from `origin`; returns how many.
+inline int64_t gather(const Index& index, Cursor& cursor, int64_t end, int64_t origin, int32_t* out) {
+  const int32_t* begin = out;
+  walk(index, cursor, end, [&](int64_t position, int64_t) { *out++ = static_cast<int32_t>(position - origin); });
+  return out - begin;
 }

@@ -72,7 +72,7 @@ def encode(positions: Tensor, numel: int) -> Tensor:
 def _check_positions(positions: Tensor, numel: int) -> None:
     _check_size(numel)
     if positions.is_floating_point() or positions.dim() != 1:
-        raise ShoestringError(f"positions are a vector of integers, not {positions.dtype} {positions.dim()}-D")
+        raise ShoestringError(f"positions are a vector of integers, not {positions.dtype} {positions.shape}")
     if bool(((positions < 0) | (positions >= numel)).any()):
         raise ShoestringError(f"positions reach outside the weight's {numel}: each must be in [0, {numel})")
     if bool((positions.diff() <= 0).any()):
