@@ -41,9 +41,9 @@ inline float scalar(const T& value) { return load_part(&value, 1)[0]; }
 constexpr int FOUR = 4;
 inline int64_t round_to_four(int64_t count) { return (count + FOUR - 1) / FOUR * FOUR; }
 
-// Entries [starts[b], ends[b]) are those of bin b = ((line - first) * chunks + chunk) * groups + group. Every bin
-// starts at a multiple of FOUR; what fills it up to the next reads the channel after the last, which is zero, and has
-// weight 0 or rank -1.
+// Entries [starts[b], starts[b + 1]) are those of bin b = ((line - first) * chunks + chunk) * groups + group. Every bin
+// is filled up to a multiple of FOUR by entries that read the channel after the last, which is zero, and have weight 0
+// or rank -1.
 class Blocks {
  public:
   int32_t* group_of;   // of each kernel position its group, below MAX_GROUPS if not transposed,
@@ -51,7 +51,7 @@ class Blocks {
   int32_t* offsets;    // of each entry, in bytes from the tile's first float
   float* weights;      // of each entry its weight,
   int32_t* ranks;      // or which of the nonzeros it is
-  int32_t *starts, *ends;
+  int32_t* starts;
   int64_t first = 0, last = 0;  // lines of the present block
 
   Blocks(const Nonzeros& nonzeros, int64_t channel_bytes, int64_t lines, int64_t budget, Arena& arena)
@@ -64,7 +64,6 @@ class Blocks {
     weights = arena.take<float>(capacity);
     ranks = reinterpret_cast<int32_t*>(weights);
     starts = arena.take<int32_t>(lines * from.bins() + 1);
-    ends = arena.take<int32_t>(lines * from.bins());
     found = arena.take<int32_t>(from.row_length);
     column_offset = arena.take<int32_t>(from.row_length);
     column_field = arena.take<int32_t>(from.row_length);
@@ -126,12 +125,13 @@ class Blocks {
     else fill_from_rows(payload, out);
   }
 
-  // What kernels read beyond a bin's end, up to the next multiple of FOUR.
+  // Fills a bin that ends at `end`; returns the next multiple of FOUR.
   template <class Out>
-  void pad(int64_t end, Out* out) {
+  int64_t pad(int64_t end, Out* out) {
     const Out nothing = from.ranked ? -1 : 0;
     const int32_t nowhere = static_cast<int32_t>(from.channels() * channel_bytes);
     for (; end % FOUR; ++end) offsets[end] = nowhere, out[end] = nothing;
+    return end;
   }
 
   template <class Payload, class Out>
@@ -165,9 +165,7 @@ class Blocks {
       const int64_t count = counts >> (FIELD * group) & MASK;
       slots |= start << (FIELD * group);
       starts[bin] = static_cast<int32_t>(start);
-      ends[bin] = static_cast<int32_t>(start += count);
-      pad(start, out);
-      start = round_to_four(start);
+      start = pad(start + count, out);
     }
     for (int64_t i = 0; i < n; ++i) {
       const int32_t position = found[i], field = column_field[position];
@@ -193,7 +191,8 @@ class Blocks {
 
   // One counter for each kernel position of each line: the next row is the first to meet it again, so that no counter
   // waits for itself.
-  void count_columns() {
+  template <class Out>
+  void count_columns(Out* out) {
     stride = (last - first) * from.kernel;
     std::fill(places, places + stride * from.chunks, 0);
     each_segment([&](int64_t row, int64_t n, int64_t, const Cursor&) {
@@ -202,7 +201,7 @@ class Blocks {
     });
     int64_t start = 0, fitting = 0;
     for (; fitting < last - first; ++fitting) {
-      const int64_t end = place_line(fitting, start);
+      const int64_t end = place_line(fitting, start, out);
       if (end > capacity) break;
       start = end;
     }
@@ -211,7 +210,8 @@ class Blocks {
   }
 
   // Gives the counters of a line their first slots, from `start` on; returns where the next line starts.
-  int64_t place_line(int64_t line, int64_t start) {
+  template <class Out>
+  int64_t place_line(int64_t line, int64_t start, Out* out) {
     for (int64_t bin = line * from.bins(); bin < (line + 1) * from.bins(); ++bin) {
       const int64_t chunk = bin / from.groups % from.chunks, group = bin % from.groups;
       int32_t* counters = places + chunk * stride + line * from.kernel;
@@ -222,16 +222,14 @@ class Blocks {
         counters[k] = static_cast<int32_t>(start);
         start += count;
       }
-      ends[bin] = static_cast<int32_t>(start);
-      start = round_to_four(start);
+      start = pad(start, out);
     }
     return start;
   }
 
   template <class Payload, class Out>
   void fill_from_columns(Payload payload, Out* out) {
-    count_columns();
-    for (int64_t bin = 0; bin < (last - first) * from.bins(); ++bin) pad(ends[bin], out);
+    count_columns(out);
     each_segment([&](int64_t row, int64_t n, int64_t rank, const Cursor& behind) {
       int32_t* counters = places + row / from.chunk_channels * stride;
       const int32_t shift = static_cast<int32_t>(row * channel_bytes);

@@ -5,129 +5,24 @@
 #include <nanobind/stl/array.h>
 
 #include "core.h"
-#include "sparse_geometry.h"
-#include "sparse_tile.h"
+#include "sparse_map.h"
 
 namespace {
 
 constexpr int64_t BLOCK = 8192;  // entries decoded at a time
+constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 
-struct Range { int64_t begin, end; };
 Range part(int64_t size, int64_t parts, int64_t i) { return {size * i / parts, size * (i + 1) / parts}; }
-
-struct Prologue {  // x -> relu(x * scale + shift), each channel with its own; or x as it is
-  const float* scale;
-  const float* shift;
-};
-
-// `count` pixels, `step` apart in the source, side by side in scratch.
-template <class T>
-void copy_pixels(const T* source, int64_t step, int64_t count, const Prologue& prologue, int64_t channel, float* out) {
-  const Vector scale = broadcast(prologue.scale ? prologue.scale[channel] : 1.f);
-  const Vector shift = broadcast(prologue.scale ? prologue.shift[channel] : 0.f);
-  const auto copy = [&](const T* from, int64_t j, int lanes) {
-    Vector x = load_part(from, lanes);
-    if (prologue.scale) x = x * scale + shift, x = x < 0 ? Vector{} : x;  // a NaN stays
-    store_part(out + j, x, lanes);
-  };
-  for (int64_t j = 0; j < count; j += LANES, source += LANES * step) {
-    const int lanes = static_cast<int>(std::min<int64_t>(LANES, count - j));
-    if (step == 1) {
-      copy(source, j, lanes);
-    } else {
-      T few[LANES];
-      for (int i = 0; i < lanes; ++i) few[i] = source[i * step];
-      copy(few, j, lanes);
-    }
-  }
-}
-
-// The part of [0, size) of a plane's axis that exists in the source: `first` is the grid place of index 0.
-Range existing(const Axis& axis, int64_t plane, int64_t first, int64_t size) {
-  const int64_t phase = axis.phase(plane), step = axis.step();
-  return {std::max<int64_t>(0, divide_up(-phase, step) - first),
-          std::min(size, divide_up(axis.source_size() - phase, step) - first)};
-}
-
-// The rows of one sample that the grid rows [begin, begin + band_rows) read. Margins were zeroed once and are not
-// touched; where there are several bands, rows beyond the map are zeroed here, for another band has filled them.
-template <class T>
-void load_band(const Geometry& g, const T* sample, int64_t begin, const Prologue& prologue, float* scratch) {
-  const int64_t rows = g.band_rows + g.h.halo(), width = g.w.source_size(), step = g.h.step();
-  for (int64_t p = 0; p < g.h.planes() * g.w.planes(); ++p) {
-    const int64_t plane_y = p / g.w.planes(), plane_x = p % g.w.planes();
-    const Range y = existing(g.h, plane_y, begin + g.h.low, rows), x = existing(g.w, plane_x, g.left(), g.row);
-    const T* source = sample + (step * (begin + g.h.low + y.begin) + g.h.phase(plane_y)) * width +
-                      g.w.step() * (g.left() + x.begin) + g.w.phase(plane_x);
-    float* plane = scratch + p * g.plane;
-    const bool in_one = step == 1 && g.w.step() == 1 && x.end - x.begin == g.row && g.row == width;
-    for (int64_t c = 0; c < g.channels; ++c, source += g.h.source_size() * width, plane += g.channel) {
-      if (g.band_rows < g.h.grid()) {
-        std::fill(plane, plane + y.begin * g.row, 0.f);
-        std::fill(plane + std::max(y.begin, y.end) * g.row, plane + rows * g.row, 0.f);
-      }
-      if (in_one) {
-        copy_pixels(source, 1, (y.end - y.begin) * g.row, prologue, c, plane + y.begin * g.row);
-      } else {
-        for (int64_t r = y.begin; r < y.end; ++r)
-          copy_pixels(source + (r - y.begin) * step * width, g.w.step(), x.end - x.begin, prologue, c,
-                      plane + r * g.row + x.begin);
-      }
-    }
-  }
-}
-
-// visit(float of the tile, pixel of the map) for every pixel of a tile that exists; `start` is the tile's first float
-// in its band, which holds the grid rows [begin, end).
-template <class Visit>
-void each_pixel(const Geometry& g, int64_t start, int64_t floats, Range band, int64_t klass, Visit visit) {
-  for (int64_t f = 0; f < floats; ++f) {
-    const int64_t i = band.begin + (start + f) / g.row, j = (start + f) % g.row;
-    const int64_t y = i * g.h.classes() + klass / g.w.classes(), x = j * g.w.classes() + klass % g.w.classes();
-    if (i < band.end && j < g.w.grid() && y < g.h.written_size() && x < g.w.written_size())
-      visit(f, y * g.w.written_size() + x);
-  }
-}
-
-// A tile is a stretch of the map's memory where rows have no margins and there is one class.
-bool is_stretch(const Geometry& g) { return g.row == g.w.written_size() && g.classes() == 1; }
-
-template <class T, int NV>
-IN_PLACE void store_tile(const Geometry& g, const Vector (&tile)[NV], T* map, int64_t start, Range band, int64_t klass) {
-  const int64_t floats = (band.end - band.begin) * g.row - start;
-  if (is_stretch(g) && floats >= LANES * NV) {
-    T* out = map + band.begin * g.row + start;
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) store(out + LANES * v, tile[v]);
-    return;
-  }
-  T few[LANES * NV];
-  for (int v = 0; v < NV; ++v) store(few + LANES * v, tile[v]);
-  each_pixel(g, start, LANES * NV, band, klass, [&](int64_t f, int64_t pixel) { map[pixel] = few[f]; });
-}
-
-template <class T, int NV>
-IN_PLACE void load_tile(const Geometry& g, Vector (&tile)[NV], const T* map, int64_t start, Range band) {
-  const int64_t floats = (band.end - band.begin) * g.row - start;
-  if (is_stretch(g) && floats >= LANES * NV) {
-    const T* in = map + band.begin * g.row + start;
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) tile[v] = load(in + LANES * v);
-    return;
-  }
-  T few[LANES * NV] = {};
-  each_pixel(g, start, LANES * NV, band, 0, [&](int64_t f, int64_t pixel) { few[f] = map[pixel]; });
-  for (int v = 0; v < NV; ++v) tile[v] = load(few + LANES * v);
-}
 
 // What one thread works with.
 struct Workspace {
   float* source;
   Blocks blocks;
-  float* sums;  // forward: of the chunks so far, a tile for each line; weight gradient: of each entry
+  float* sums;  // forward: of the chunks so far, a tile for each line and class; weight gradient: of each entry
   Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Arena& arena)
-      : source(arena.take<float>((g.channels + 1) * g.channel)), blocks(nonzeros, g.channel * 4, lines, BLOCK, arena) {
-    const int64_t tiles = g.chunks() > 1 ? lines * g.classes() * g.tile_vectors * LANES : 0;
+      : source(arena.take<float>((g.channels + 1) * g.channel)),
+        blocks(nonzeros, g.channel * 4, lines, BLOCK, arena) {
+    const int64_t tiles = (g.chunks() > 1 ? lines : 1) * g.classes() * g.tile_vectors * LANES;
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : tiles);
     if (!arena.base) return;
     std::fill(source, source + (g.channels + 1) * g.channel, 0.f);
@@ -144,68 +39,86 @@ int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, Split split
   return arena.used;
 }
 
-// One tile of one line, whose bins start at `bin`: V is the number of vectors in a row, 0 where it is flat.
+// One tile of one line, whose bins start at `starts`: V is the number of vectors in a row, 0 where it is flat.
 template <int V, int NV>
-IN_PLACE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, int64_t bin, const char* base) {
-  const int32_t *starts = blocks.starts + bin, *ends = blocks.ends + bin;
+IN_PLACE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const int32_t* starts, const char* base) {
+  int64_t entry = starts[0];
   if constexpr (V == 0) {
-    accumulate(sum, blocks, starts[0], ends[0], base);
+    accumulate(sum, blocks, entry, starts[1], base);
   } else {
-    if (ends[0] > starts[0]) {
-      accumulate(sum, blocks, starts[0], ends[0], base);
-      move_right<V>(sum);
+    if (starts[1] > entry) {
+      accumulate(sum, blocks, entry, starts[1], base);
+      move_right<V>(sum, sum);
     }
-    accumulate(sum, blocks, starts[1], ends[1], base);
-    if (ends[2] > starts[2]) {
+    accumulate(sum, blocks, entry, starts[2], base);
+    if (starts[3] > entry) {
       Vector right[NV] = {};
-      accumulate(right, blocks, starts[2], ends[2], base);
-      move_left<V>(right);
+      accumulate(right, blocks, entry, starts[3], base);
+      move_left<V>(right, right);
+#pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) sum[v] += right[v];
     }
   }
 }
 
+// One tile of every line of the block, and of every class.
 template <class T, int V, int NV>
-void convolve_lines(const Geometry& g, const Workspace& space, Range band, T* out) {
+void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile, T* out) {
   const Blocks& blocks = space.blocks;
-  const int64_t map = g.h.written_size() * g.w.written_size(), classes = g.classes(), chunks = g.chunks();
-  for (int64_t t = 0; t < g.tiles(band.end - band.begin); ++t) {
-    const char* base = reinterpret_cast<const char*>(space.source + t * LANES * NV);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      for (int64_t line = blocks.first; line < blocks.last; ++line) {
-        for (int64_t klass = 0; klass < classes; ++klass) {
-          float* sums = space.sums + ((line - blocks.first) * classes + klass) * LANES * NV;
-          Vector sum[NV] = {};
-          convolve_tile<V>(sum, blocks, (((line - blocks.first) * chunks + chunk) * classes + klass) * g.shifts(), base);
-          if (chunk > 0) add_tile(sum, sums);
-          if (chunk + 1 < chunks) keep_tile(sum, sums);
-          else store_tile(g, sum, out + line * map, t * LANES * NV, band, klass);
+  const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
+  const int64_t classes = g.classes(), chunks = g.chunks(), shifts = g.shifts(), bins = chunks * classes * shifts;
+  const int64_t stretch = tile.rows.begin * g.row + tile.start;
+  const char* base = reinterpret_cast<const char*>(space.source + tile.start);
+  const Lie lie = lie_of<V, NV>(g, tile);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int32_t* starts = blocks.starts + chunk * classes * shifts;
+    T* line_out = out + blocks.first * map;
+    for (int64_t line = 0; line < lines; ++line, starts += bins, line_out += map) {
+      float* sums = space.sums + (chunks > 1 ? line * classes * LANES * NV : 0);
+      if (lie == Lie::STRETCH) prefetch_tile<NV, true>(line_out + AHEAD * map + stretch);
+      for (int64_t klass = 0; klass < classes; ++klass, sums += LANES * NV) {
+        Vector sum[NV] = {};
+        convolve_tile<V>(sum, blocks, starts + klass * shifts, base);
+        if (chunk > 0) add_tile(sum, sums);
+        if (chunk + 1 == chunks && lie == Lie::STRETCH) {
+          keep_tile(sum, line_out + stretch);
+        } else {
+          keep_tile(sum, sums);
+          if (chunk + 1 == chunks) store_apart<T, V, NV>(g, tile, lie, sums, line_out, klass);
         }
       }
     }
   }
 }
 
+// For every entry of the block, the product of its line's gradient with what it reads, summed over one tile.
 template <class T, int V, int NV>
-void dot_lines(const Geometry& g, const Workspace& space, Range band, const T* gradient) {
+void dot_lines(const Geometry& g, const Workspace& space, const Tile& tile, const T* gradient) {
   const Blocks& blocks = space.blocks;
-  const int64_t map = g.h.written_size() * g.w.written_size(), chunks = g.chunks(), shifts = g.shifts();
-  for (int64_t t = 0; t < g.tiles(band.end - band.begin); ++t) {
-    const char* base = reinterpret_cast<const char*>(space.source + t * LANES * NV);
-    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-      for (int64_t line = blocks.first; line < blocks.last; ++line) {
-        Vector whole[NV];
-        load_tile(g, whole, gradient + line * map, t * LANES * NV, band);
-        for (int64_t shift = 0; shift < shifts; ++shift) {
-          Vector tile[NV];
-          for (int v = 0; v < NV; ++v) tile[v] = whole[v];
-          if constexpr (V > 0) {  // what the convolution shifts after the sum is shifted the other way before it
-            if (shift == 0) move_left<V>(tile);
-            if (shift == 2) move_right<V>(tile);
-          }
-          const int64_t bin = ((line - blocks.first) * chunks + chunk) * shifts + shift;
-          dot(tile, blocks.offsets, blocks.starts[bin], blocks.ends[bin], base, space.sums);
-        }
+  const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
+  const int64_t chunks = g.chunks(), shifts = g.shifts(), stretch = tile.rows.begin * g.row + tile.start;
+  const char* base = reinterpret_cast<const char*>(space.source + tile.start);
+  const Lie lie = lie_of<V, NV>(g, tile);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int32_t* starts = blocks.starts + chunk * shifts;
+    const T* line_gradient = gradient + blocks.first * map;
+    for (int64_t line = 0; line < lines; ++line, starts += chunks * shifts, line_gradient += map) {
+      Vector whole[NV];
+      if (lie == Lie::STRETCH) {
+        prefetch_tile<NV, false>(line_gradient + AHEAD * map + stretch);
+        load_tile(whole, line_gradient + stretch);
+      } else {
+        gather_pixels(g, tile, line_gradient, whole);
+      }
+      if constexpr (V == 0) {
+        dot(whole, blocks.offsets, starts[0], starts[1], base, space.sums);
+      } else {  // what the convolution shifts after the sum is shifted the other way before it
+        Vector moved[NV];
+        move_left<V>(moved, whole);
+        dot(moved, blocks.offsets, starts[0], starts[1], base, space.sums);
+        dot(whole, blocks.offsets, starts[1], starts[2], base, space.sums);
+        move_right<V>(moved, whole);
+        dot(moved, blocks.offsets, starts[2], starts[3], base, space.sums);
       }
     }
   }
@@ -219,7 +132,7 @@ void on_threads(Split split, Body body) {
   for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) body(t);
 }
 
-// body(constants of the row form): the number of vectors in a row and in a tile.
+// body(constants): the number of vectors in a row and in a tile, known to the compiler.
 template <int V, int NV>
 struct Form { static constexpr int row_vectors = V, tile_vectors = NV; };
 template <class Body>
@@ -234,6 +147,19 @@ void with_form(const Geometry& g, Body body) {
     case 6: return body(Form<6, 6>{});
     case 7: return body(Form<7, 7>{});
     case 8: return body(Form<8, 8>{});
+  }
+}
+
+// body(sample, tile) for the samples' tiles, each with its source in scratch.
+template <class T, class Body>
+void each_tile(const Geometry& g, Range samples, const T* source, const Prologue& prologue, float* scratch, Body body) {
+  const int64_t size = g.channels * g.h.source_size() * g.w.source_size();
+  for (int64_t n = samples.begin; n < samples.end; ++n) {
+    for (int64_t y = 0; y < g.h.grid(); y += g.band_rows) {
+      const Range rows{y, std::min(g.h.grid(), y + g.band_rows)};
+      load_band(g, source + n * size, y, prologue, scratch);
+      for (int64_t t = 0; t < g.tiles(rows.end - rows.begin); ++t) body(n, Tile{t * g.tile_vectors * LANES, rows});
+    }
   }
 }
 
@@ -258,28 +184,23 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
   const Nonzeros nonzeros = nonzeros_of(sizes, g, false, values, values_code, index, index_size, count);
   const Split split = share(g, count, threads, BLOCK);
   const int64_t bytes = workspace_bytes(g, nonzeros, split);
-  const Prologue prologue{at<float>(scale), at<float>(shift)};
-  const int64_t read = g.channels * g.h.source_size() * g.w.source_size();
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   on_threads(split, [&](int64_t thread) {
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     const Range samples = part(g.samples, split.samples, thread % split.samples);
     const Range lines = part(g.lines, split.lines, thread / split.samples);
     Workspace space(g, nonzeros, divide_up(g.lines, split.lines), arena);
-    with_storage(code, [&](auto tag) {
-      using T = decltype(tag);
-      for (space.blocks.begin(lines.begin, lines.end); space.blocks.next();) {
-        for (int64_t n = samples.begin; n < samples.end; ++n) {
-          for (int64_t y = 0; y < g.h.grid(); y += g.band_rows) {
-            const Range band{y, std::min(g.h.grid(), y + g.band_rows)};
-            load_band(g, at<T>(source) + n * read, y, prologue, space.source);
-            with_form(g, [&](auto form) {
-              convolve_lines<T, form.row_vectors, form.tile_vectors>(g, space, band, at<T>(out) + n * written);
-            });
-          }
-        }
-      }
-    });
+    for (space.blocks.begin(lines.begin, lines.end); space.blocks.next();) {
+      with_storage(code, [&](auto tag) {
+        using T = decltype(tag);
+        with_form(g, [&](auto form) {
+          const auto body = [&](int64_t n, const Tile& tile) {
+            convolve_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<T>(out) + n * written);
+          };
+          each_tile(g, samples, at<T>(source), {at<float>(scale), at<float>(shift)}, space.source, body);
+        });
+      });
+    }
   });
 }
 
@@ -304,12 +225,9 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
   const Geometry g(sizes, false);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, true, 0, 0, index, index_size, count);
   const Split split = share(g, count, threads, BLOCK);
-  const int64_t bytes = workspace_bytes(g, nonzeros, split);
-  const Prologue prologue{at<float>(scale), at<float>(shift)};
-  const int64_t read = g.channels * g.h.source_size() * g.w.source_size();
+  const int64_t bytes = workspace_bytes(g, nonzeros, split), stride = round_up(count, 16);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   float* partial = at<float>(scratch + threads * bytes);
-  const int64_t stride = round_up(count, 16);
   on_threads(split, [&](int64_t thread) {
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     const int64_t group = thread % split.samples;
@@ -321,15 +239,12 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
       std::fill(space.sums, space.sums + entries, 0.f);
       with_storage(code, [&](auto tag) {
         using T = decltype(tag);
-        for (int64_t n = samples.begin; n < samples.end; ++n) {
-          for (int64_t y = 0; y < g.h.grid(); y += g.band_rows) {
-            const Range band{y, std::min(g.h.grid(), y + g.band_rows)};
-            load_band(g, at<T>(x) + n * read, y, prologue, space.source);
-            with_form(g, [&](auto form) {
-              dot_lines<T, form.row_vectors, form.tile_vectors>(g, space, band, at<T>(dy) + n * written);
-            });
-          }
-        }
+        with_form(g, [&](auto form) {
+          const auto body = [&](int64_t n, const Tile& tile) {
+            dot_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<T>(dy) + n * written);
+          };
+          each_tile(g, samples, at<T>(x), {at<float>(scale), at<float>(shift)}, space.source, body);
+        });
       });
       const int32_t* ranks = space.blocks.ranks;
       if (split.samples > 1) {
