@@ -1,7 +1,8 @@
 // The weight gradient of a dense convolution: dW[o][i][k] = sum over samples and outputs of dy[o] x[i, at tap k].
 // Registers hold 6 pairs (tap, input channel) x 16 output channels over the outputs of a band: each output loads 16
 // gradients and 6 source values for 12 fused multiply-adds. A block of output channels is summed over the whole
-// batch in FP32 before it is rounded to the storage of the gradient.
+// batch in FP32 before it is rounded to the storage of the gradient. Threads share the sums out among themselves and
+// fill bands of their own: none waits for another, and the order of a sum does not depend on how many there are.
 #include "conv.h"
 
 #include <nanobind/stl/array.h>
@@ -15,6 +16,12 @@ namespace {
 constexpr int PAIRS = 6, WIDE = 2 * LANES;
 constexpr int64_t ENOUGH = 256;  // outputs that pay for loading and storing the sums
 
+// A thread's share of the tasks, each 6 pairs of 16 output channels, and the 16s that they belong to.
+struct Share {
+  int64_t begin, end, first, last;
+  int64_t wides() const { return last - first; }
+};
+
 struct Correlation {
   Axis y, x;
   Span span_y, span_x;
@@ -26,6 +33,20 @@ struct Correlation {
   int64_t band_rows() const { return span_y.reach(rows, y.source_step); }
   int64_t band_floats() const { return samples * band_rows() * band_width() * sources; }
   int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
+
+  int64_t pieces() const { return (terms + PAIRS - 1) / PAIRS; }
+
+  // Part `part` of the tasks of `wides` times 16 output channels.
+  Share share(int64_t wides, int64_t part, int64_t parts) const {
+    const int64_t tasks = wides * pieces(), begin = tasks * part / parts, end = tasks * (part + 1) / parts;
+    return {begin, end, begin / pieces(), begin == end ? begin / pieces() : (end - 1) / pieces() + 1};
+  }
+  // Room for the bands of any one of the parts.
+  int64_t share_floats(int64_t wides, int64_t parts) const {
+    int64_t most = 0;
+    for (int64_t part = 0; part < parts; ++part) most = std::max(most, share(wides, part, parts).wides());
+    return band_floats() + most * grad_floats();
+  }
 
   std::vector<int64_t> offsets() const {  // of each pair in the band: [tap y][tap x][source channel]
     std::vector<int64_t> all;
@@ -83,56 +104,60 @@ struct Work {
   Source<T> source, grad;
   std::vector<int64_t> offsets;
 
-  // Fills row i of a sample: of the source's band, or of the gradient's, [16 channels at a time][output][16].
-  void fill(const Band& band, const Band& grads, int64_t n, int64_t i) const {
-    if (i < band.rows) return fill_row(source, n, band, i);
-    const int64_t row = (i - band.rows) % grads.rows, wide = (i - band.rows) / grads.rows;
-    Band part = grads;
-    part.data += wide * c.grad_floats();
-    part.channel += wide * WIDE;
-    part.channels = std::min<int64_t>(WIDE, grads.channels - wide * WIDE);
-    fill_row(grad, n, part, row);
-  }
-
-  // Adds the products of some tasks, each 6 pairs of 16 output channels, over all outputs of the bands.
-  void sum_tasks(const Band& band, const Band& grads, int64_t samples, int64_t begin, int64_t end, float* sums) const {
-    const int64_t pieces = (c.terms + PAIRS - 1) / PAIRS, row = band.width * band.stride;
+  // Adds the products of some tasks, each 6 pairs of 16 output channels, over all outputs of the bands. The
+  // gradient's bands, [16 channels at a time][output][16], hold the share's 16s alone.
+  void sum_tasks(const Band& band, const Band& grads, int64_t samples, Share share, int64_t channels,
+                 float* sums) const {
+    const int64_t pieces = c.pieces(), row = band.width * band.stride;
     const Outputs outputs{samples, grads.rows, grads.width, band.rows * row, c.y.source_step * row,
                           c.x.source_step * band.stride};
-    for (int64_t task = begin; task < end; ++task) {
+    for (int64_t task = share.begin; task < share.end; ++task) {
       const int64_t wide = task / pieces, pair = task % pieces * PAIRS;
       const int few = static_cast<int>(std::min<int64_t>(PAIRS, c.terms - pair));
-      const int vectors = grads.channels - wide * WIDE > LANES ? 2 : 1;
-      TILES[vectors - 1][few - 1](band.data, &offsets[pair], grads.data + wide * c.grad_floats(), outputs,
-                                  sums + (wide * c.terms + pair) * WIDE);
+      const int vectors = channels - wide * WIDE > LANES ? 2 : 1;
+      TILES[vectors - 1][few - 1](band.data, &offsets[pair], grads.data + (wide - share.first) * c.grad_floats(),
+                                  outputs, sums + (wide * c.terms + pair) * WIDE);
     }
   }
 
-  // The sums of output channels [first, first + channels) of a group: [16 at a time][pair][16].
-  void run(int64_t group, int64_t first, int64_t channels, float* sums, float* grads, float* bands, int threads) const {
-    const int64_t wides = (channels + WIDE - 1) / WIDE, tasks = wides * ((c.terms + PAIRS - 1) / PAIRS);
-    std::fill(sums, sums + wides * c.terms * WIDE, 0.0f);
-    std::fill(grads, grads + wides * c.grad_floats(), 0.0f);  // lanes without a channel stay zero
-    const int64_t steps = c.source.batch * c.y.count * c.x.count * c.terms * wides;
-#pragma omp parallel num_threads(team(threads, steps))
+  // One share of the sums of output channels [first, first + channels), over the whole batch.
+  void sum_share(int64_t group, int64_t first, int64_t channels, Share share, float* sums, float* bands) const {
+    float* grads = bands + c.band_floats();
+    std::fill(grads, grads + share.wides() * c.grad_floats(), 0.0f);  // lanes without a channel stay zero
     for (int64_t n = 0; n < c.source.batch; n += c.samples)
       for (int64_t row = 0; row < c.y.count; row += c.rows) {
         const int64_t samples = std::min(c.samples, c.source.batch - n), rows = std::min(c.rows, c.y.count - row);
         const Band band{bands, row * c.y.source_step + c.span_y.first, c.span_y.reach(rows, c.y.source_step),
                         c.span_x.first, c.band_width(), group * c.sources, c.sources, c.sources};
         const Band grad_band{grads, row, rows, 0, c.x.count, first, channels, WIDE};
-        const int64_t fills = band.rows + wides * rows;
-#pragma omp for
-        for (int64_t i = 0; i < samples * fills; ++i) {
-          Band one = band, grad_one = grad_band;
-          one.data += i / fills * band.rows * band.width * band.stride;
-          grad_one.data += i / fills * rows * c.x.count * WIDE;
-          fill(one, grad_one, n + i / fills, i % fills);
+        for (int64_t i = 0; i < samples; ++i) {
+          fill(source, n + i, band, i);
+          for (int64_t wide = share.first; wide < share.last; ++wide) {
+            Band part = grad_band;
+            part.data += (wide - share.first) * c.grad_floats();
+            part.channel += wide * WIDE;
+            part.channels = std::min<int64_t>(WIDE, channels - wide * WIDE);
+            fill(grad, n + i, part, i);
+          }
         }
-        const int64_t me = omp_get_thread_num(), all = omp_get_num_threads();
-        sum_tasks(band, grad_band, samples, tasks * me / all, tasks * (me + 1) / all, sums);
-#pragma omp barrier
+        sum_tasks(band, grad_band, samples, share, channels, sums);
       }
+  }
+
+  // Fills the band of a sample, the i-th of those that lie one after another.
+  void fill(const Source<T>& from, int64_t n, Band band, int64_t i) const {
+    band.data += i * band.rows * band.width * band.stride;
+    for (int64_t row = 0; row < band.rows; ++row) fill_row(from, n, band, row);
+  }
+
+  // The sums of output channels [first, first + channels) of a group: [16 at a time][pair][16].
+  void run(int64_t group, int64_t first, int64_t channels, float* sums, float* bands, int threads) const {
+    const int64_t wides = (channels + WIDE - 1) / WIDE;
+    const int parts = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
+    std::fill(sums, sums + wides * c.terms * WIDE, 0.0f);
+#pragma omp parallel for num_threads(parts) schedule(static, 1)
+    for (int part = 0; part < parts; ++part)
+      sum_share(group, first, channels, c.share(wides, part, parts), sums, bands + part * c.share_floats(wides, parts));
   }
 
   // Rounds (or adds) the sums of `channels` output channels to their weights [channel][source channel][tap],
@@ -162,21 +187,23 @@ struct Work {
 };
 }  // namespace
 
-// What a budget of scratch bytes allows -> {block of output channels, samples, rows, floats}. Six tenths hold sums;
-// the bands of the source and of the gradient share the rest. At least 16 channels and one row of one sample.
-static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budget) {
+// What a budget of scratch bytes allows two threads -> {block of output channels, samples, rows, floats}. Six tenths
+// hold sums, the rest the threads' bands of source and gradient; a third thread and more add theirs, for the order of
+// the sums must not depend on them. At least 16 channels and one row of one sample.
+static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budget, int threads) {
   Correlation c = correlation(Geometry(sizes), true, true, 1, 1);
   const int64_t floats = budget / static_cast<int64_t>(sizeof(float));
   const int64_t most = std::max<int64_t>(1, floats * 6 / 10 / c.terms / WIDE), all = (c.outputs + WIDE - 1) / WIDE;
   const int64_t blocks = (all + most - 1) / most, wides = (all + blocks - 1) / blocks;
-  const auto need = [&](int64_t samples, int64_t rows) {
+  const auto need = [&](int64_t samples, int64_t rows, int64_t parts) {
     c.samples = samples, c.rows = rows;
-    return wides * (c.terms * WIDE + c.grad_floats()) + c.band_floats();
+    return wides * c.terms * WIDE + parts * c.share_floats(wides, parts);
   };
   int64_t samples = 1, rows = c.y.count;
-  while (rows > 1 && need(1, rows) > floats) rows = (rows + 1) / 2;
-  while (samples < c.source.batch && samples * rows * c.x.count < ENOUGH && need(samples + 1, rows) <= floats) ++samples;
-  return {wides * WIDE, samples, rows, need(samples, rows)};
+  while (rows > 1 && need(1, rows, 2) > floats) rows = (rows + 1) / 2;
+  while (samples < c.source.batch && samples * rows * c.x.count < ENOUGH && need(samples + 1, rows, 2) <= floats)
+    ++samples;
+  return {wides * WIDE, samples, rows, std::max(need(samples, rows, threads), need(samples, rows, 1))};
 }
 
 static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_grad, Address x, bool planar_x,
@@ -185,7 +212,7 @@ static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_g
                                  Address scratch, int threads) {
   const Geometry geometry(sizes);
   const Correlation c = correlation(geometry, planar_x, planar_grad, samples, rows);
-  float *sums = at<float>(scratch), *grads = sums + block * c.terms, *bands = grads + block / WIDE * c.grad_floats();
+  float *sums = at<float>(scratch), *bands = sums + block * c.terms;
   with_storage(storage, [&](auto type) {
     using T = decltype(type);
     const Work<T> work{c, {c.source, at<T>(x), at<float>(scale), at<float>(shift), rectify},
@@ -193,7 +220,7 @@ static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_g
     for (int64_t group = 0; group < geometry.groups; ++group)
       for (int64_t first = 0; first < c.outputs; first += block) {
         const int64_t channels = std::min(block, c.outputs - first), channel = group * c.outputs + first;
-        work.run(group, channel, channels, sums, grads, bands, threads);
+        work.run(group, channel, channels, sums, bands, threads);
         with_storage(out_storage, [&](auto out_type) {
           work.finish(sums, channels, accumulate, at<decltype(out_type)>(out) + channel * c.terms, threads);
         });

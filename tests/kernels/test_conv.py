@@ -186,7 +186,7 @@ def test_scratch_keeps_to_its_budget_at_every_layer_of_wrn_28_2():
         sizes = [10, inside, size, size, outside, half, half, 3, 3, stride, stride, 1, 1, 1, 1, 1]
         assert 4 * core.conv_plan(sizes, False, SCRATCH_BYTES, threads())[-1] <= SCRATCH_BYTES
         assert 4 * core.conv_plan(sizes, True, SCRATCH_BYTES, threads())[-1] <= SCRATCH_BYTES
-        assert 4 * core.conv_weight_plan(sizes, SCRATCH_BYTES)[-1] <= SCRATCH_BYTES
+        assert 4 * core.conv_weight_plan(sizes, SCRATCH_BYTES, threads())[-1] <= SCRATCH_BYTES
 
 
 def test_the_fake_gives_the_shape_dtype_and_layout_of_the_result():

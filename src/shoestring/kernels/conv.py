@@ -59,7 +59,7 @@ def _weight_gradient(
 ):
     grad_y, x, scale, shift = dense(grad_y), dense(x), float32(scale), float32(shift)
     sizes = _sizes(x.shape, out.shape, grad_y.shape, stride, padding, dilation, groups)
-    *plan, floats = core.conv_weight_plan(sizes, scratch_bytes)
+    *plan, floats = core.conv_weight_plan(sizes, scratch_bytes, threads())
     scratch = x.new_empty(floats, dtype=torch.float32)
     read = (grad_y, planar(grad_y), x, planar(x), scale, shift, relu, code(x))
     launch(core.conv_weight_gradient, sizes, *read, out, code(out), accumulate, *plan, scratch, threads())
