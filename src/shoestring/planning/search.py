@@ -103,26 +103,37 @@ class Search:
         return None
 
     def seconds(self, option: Option) -> float | None:
-        """The predicted seconds of a step, from the trace of the whole batch; None where it cannot be applied."""
+        """The predicted seconds of a step; None where its checkpointing cannot be applied.
+
+        From the trace of the whole batch in FP32 with the same checkpointing: what is stored in fewer bits or bytes
+        costs the same arithmetic, and of sparse layers only the nonzeros are computed.
+        """
         settings = dict(option.settings)
-        whole = self._trace(option.without("microbatch").settings)
+        whole = self._checkpointed(settings)
         if whole is None:
             return None
-        pieces = self._pieces(settings.get("microbatch"))
-        return seconds_of(whole, self.rates, pieces, sparse="nonzero" in settings)
+        pieces, density = self._pieces(settings.get("microbatch")), settings.get("nonzero", 100) / 100
+        return seconds_of(whole, self.rates, pieces, density)
+
+    def _checkpointed(self, settings: dict[str, Any]) -> Profile | None:
+        return self._trace((("checkpoint", settings["checkpoint"]),) if "checkpoint" in settings else ())
 
     def _pieces(self, size: int | None) -> int:
         return -(-units(self.task) // size) if size else 1
 
     def _could_fit(self, option: Option) -> bool:
-        whole = self._trace(option.without("microbatch").settings)
+        """False only where the plan cannot fit: a bound from below, from what each technique can save at most."""
+        settings = dict(option.settings)
+        whole = self._checkpointed(settings)
         if whole is None:
             return False
-        share = 1 / self._pieces(dict(option.settings).get("microbatch"))
         parts = whole.bytes_by_category
-        moving = parts["activation"] + parts["activation_gradient"] + parts["workspace"]
-        fixed = min(parts["model"] + parts["optimizer_state"] + parts["input"], whole.peak_bytes - moving)
-        return fixed + 0.5 * share * moving <= self.budget
+        narrow = 0.45 if "precision" in settings else 1.0
+        density = settings.get("nonzero", 100) / 100
+        state = 0.2 if "8bit" in str(settings.get("optimizer")) else 1.0
+        fixed = narrow * density * (parts["model"] + state * parts["optimizer_state"])
+        moving = narrow * (parts["activation"] + parts["activation_gradient"])
+        return fixed + 0.5 * moving / self._pieces(settings.get("microbatch")) <= self.budget
 
     def _fits(self, option: Option) -> bool:
         traced = self._trace(option.settings)

@@ -52,10 +52,10 @@ def _seconds(run: Callable[[], object], repeats: int = 7) -> float:
     return min(taken)
 
 
-def seconds_of(profile: Profile, rates: Rates, pieces: int = 1, sparse: bool = False) -> float:
-    """The predicted time of one step whose whole batch was traced, if it is run in `pieces`."""
+def seconds_of(profile: Profile, rates: Rates, pieces: int = 1, density: float = 1.0) -> float:
+    """The predicted time of one step whose whole batch was traced, if it is run in `pieces` with sparse layers."""
     flops = sum(profile.flops[part] for part in ("forward", "backward", "recompute"))
     last = profile.ledger.time // 2  # two steps were traced: the second half is one
     born = [entry.bytes for entry in profile.ledger.entries if entry.born > last]
-    rate = rates.sparse_flops_per_second if sparse else rates.flops_per_second
-    return flops / rate + 3 * sum(born) / rates.bytes_per_second + pieces * len(born) * rates.seconds_per_call
+    rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
+    return density * flops / rate + 3 * sum(born) / rates.bytes_per_second + pieces * len(born) * rates.seconds_per_call

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..task import Task
-from . import checkpoint, lean_optimizer, microbatch, sparsity
+from . import checkpoint, lean_optimizer, microbatch, precision, sparsity
 from .risk import Risk
 
 
@@ -31,6 +31,7 @@ class Technique(NamedTuple):
 
 REGISTRY = (
     Technique("nonzero", sparsity.Settings, sparsity.apply, sparsity.options, sparsity.risk),
+    Technique("precision", precision.Settings, precision.apply, precision.options, precision.risk),
     Technique("optimizer", lean_optimizer.Settings, lean_optimizer.apply, lean_optimizer.options, lean_optimizer.risk),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options),
     Technique("microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk),
