@@ -216,6 +216,14 @@ def test_the_predicted_peak_of_a_sparse_step_is_the_measured_one(plan):
     assert predicted(lean).peak_bytes == pytest.approx(measured(lean).peak_bytes, rel=0.02)
 
 
+def test_the_predicted_peak_of_sparse_linear_layers_and_embeddings_is_the_measured_one():
+    model = nn.Sequential(nn.Embedding(3_000, 64), nn.Linear(64, 4_000), nn.ReLU(), nn.Linear(4_000, 10))
+    batch = torch.randint(3_000, (40,)), torch.randint(10, (40,))
+    task = Task(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, SGD(lr=0.1))
+    lean = sparsity.apply(task, sparsity.Settings(20))
+    assert predicted(lean).peak_bytes == pytest.approx(measured(lean).peak_bytes, rel=0.02)
+
+
 # -- which layers ----------------------------------------------------------------------------------------------
 class Tied(nn.Module):
     def __init__(self):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ..kernels import conv, sparse_conv  # noqa: F401 - their operators get formulas here
+from ..kernels import conv, sparse_conv, sparse_linear  # noqa: F401 - their operators get formulas here
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
@@ -73,3 +73,18 @@ def _(y, values, *args, out_shape=None, **kwargs) -> int:
 @register_flop_formula(ours.sparse_conv2d_weight_gradient)
 def _(values, x, y, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(values))
+
+
+# A sparse linear layer does 2 FLOPs for each token and each nonzero, and so do its gradients.
+def _sparse_linear(tokens: tuple, values: tuple) -> int:
+    return 2 * prod(tokens[:-1]) * prod(values)
+
+
+@register_flop_formula([ours.sparse_linear, ours.sparse_linear_input_gradient])
+def _(x, values, *args, out_shape=None, **kwargs) -> int:
+    return _sparse_linear(x, values)
+
+
+@register_flop_formula(ours.sparse_linear_weight_gradient)
+def _(values, x, *args, out_shape=None, **kwargs) -> int:
+    return _sparse_linear(x, values)

@@ -17,6 +17,11 @@ from ..kernels.sparse_conv import (
     sparse_conv2d_weight_gradient,
 )
 from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
+from ..kernels.sparse_linear import (
+    sparse_linear_forward,
+    sparse_linear_input_gradient,
+    sparse_linear_weight_gradient,
+)
 from .functions import Product, lean_product
 
 Pair = tuple[Tensor, Tensor]
@@ -94,34 +99,22 @@ class SparseConvolution:
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """A sparse linear layer: the convolution with a 1 x 1 kernel of maps of one pixel."""
+    """A sparse linear layer; nothing is read before it."""
 
     values: Tensor
     index: Tensor
     bias: Tensor | None
     out_features: int
 
-    @property
-    def _convolution(self) -> SparseConvolution:
-        return SparseConvolution(
-            self.values, self.index, self.bias, self.out_features, (1, 1), (1, 1), (0, 0), (1, 1)
-        )
-
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
-        y = self._convolution.forward(_as_map(x), prologue)
-        return y.view(*x.shape[:-1], self.out_features)
+        y = sparse_linear_forward(x, self.values, self.index, self.out_features)
+        return y if self.bias is None else y.add_(self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        return self._convolution.weight_gradient(_as_map(grad), _as_map(x), prologue)
+        return sparse_linear_weight_gradient(x, grad, self.index, out=torch.empty_like(self.values))
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        flat = _as_map(grad)
-        gradient = self._convolution.input_gradient(flat, torch.Size((len(flat), shape[-1], 1, 1)))
-        return gradient.view(shape)
+        return sparse_linear_input_gradient(grad, self.values, self.index, shape[-1])
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum(tuple(range(grad.dim() - 1)))
-
-
-def _as_map(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1], 1, 1)
