@@ -125,13 +125,11 @@ class Blocks {
     else fill_from_rows(payload, out);
   }
 
-  // Fills a bin that ends at `end`; returns the next multiple of FOUR.
+  // Entries [begin, end) that add nothing: what a bin's own do not overwrite fills it up.
   template <class Out>
-  int64_t pad(int64_t end, Out* out) {
-    const Out nothing = from.ranked ? -1 : 0;
-    const int32_t nowhere = static_cast<int32_t>(from.channels() * channel_bytes);
-    for (; end % FOUR; ++end) offsets[end] = nowhere, out[end] = nothing;
-    return end;
+  void clear(int64_t begin, int64_t end, Out* out) {
+    std::fill(offsets + begin, offsets + end, static_cast<int32_t>(from.channels() * channel_bytes));
+    std::fill(out + begin, out + end, static_cast<Out>(from.ranked ? -1 : 0));
   }
 
   template <class Payload, class Out>
@@ -165,7 +163,8 @@ class Blocks {
       const int64_t count = counts >> (FIELD * group) & MASK;
       slots |= start << (FIELD * group);
       starts[bin] = static_cast<int32_t>(start);
-      start = pad(start + count, out);
+      start = round_to_four(start + count);
+      if (count) clear(start - FOUR, start, out);
     }
     for (int64_t i = 0; i < n; ++i) {
       const int32_t position = found[i], field = column_field[position];
@@ -191,8 +190,7 @@ class Blocks {
 
   // One counter for each kernel position of each line: the next row is the first to meet it again, so that no counter
   // waits for itself.
-  template <class Out>
-  void count_columns(Out* out) {
+  void count_columns() {
     stride = (last - first) * from.kernel;
     std::fill(places, places + stride * from.chunks, 0);
     each_segment([&](int64_t row, int64_t n, int64_t, const Cursor&) {
@@ -201,7 +199,7 @@ class Blocks {
     });
     int64_t start = 0, fitting = 0;
     for (; fitting < last - first; ++fitting) {
-      const int64_t end = place_line(fitting, start, out);
+      const int64_t end = place_line(fitting, start);
       if (end > capacity) break;
       start = end;
     }
@@ -210,8 +208,7 @@ class Blocks {
   }
 
   // Gives the counters of a line their first slots, from `start` on; returns where the next line starts.
-  template <class Out>
-  int64_t place_line(int64_t line, int64_t start, Out* out) {
+  int64_t place_line(int64_t line, int64_t start) {
     for (int64_t bin = line * from.bins(); bin < (line + 1) * from.bins(); ++bin) {
       const int64_t chunk = bin / from.groups % from.chunks, group = bin % from.groups;
       int32_t* counters = places + chunk * stride + line * from.kernel;
@@ -222,14 +219,15 @@ class Blocks {
         counters[k] = static_cast<int32_t>(start);
         start += count;
       }
-      start = pad(start, out);
+      start = round_to_four(start);
     }
     return start;
   }
 
   template <class Payload, class Out>
   void fill_from_columns(Payload payload, Out* out) {
-    count_columns(out);
+    count_columns();
+    clear(0, entries(), out);
     each_segment([&](int64_t row, int64_t n, int64_t rank, const Cursor& behind) {
       int32_t* counters = places + row / from.chunk_channels * stride;
       const int32_t shift = static_cast<int32_t>(row * channel_bytes);
