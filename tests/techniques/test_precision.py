@@ -31,7 +31,7 @@ def test_weights_gradients_and_momenta_are_16_bits_and_normalisation_is_not(form
     task = with_precision(builtin("wrn-10-1", batch=4, image=16), Settings(form))
     gradients = {}
     for name, parameter in task.model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, n=name: gradients.setdefault(n, p.grad.dtype))
+        parameter.register_post_accumulate_grad_hook(lambda p, n=name: gradients.__setitem__(n, p.grad.dtype))
     stepper = Stepper(task)
     stepper.step(task.batch)
     for path, module in task.model.named_modules():

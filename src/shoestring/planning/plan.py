@@ -48,7 +48,7 @@ class Plan:
         try:
             record = json.loads(text)
             version = record.pop("version")
-        except (ValueError, AttributeError, KeyError) as error:
+        except (ValueError, AttributeError, KeyError, TypeError) as error:
             raise ShoestringError("this is not a plan file: make one with `shoestring plan --output FILE`") from error
         if version != VERSION:
             raise ShoestringError(f"the plan has version {version}, this Shoestring reads {VERSION}: plan again")

@@ -153,9 +153,11 @@ class Search:
             for technique in REGISTRY:
                 if technique.name in dict(settings):
                     task = technique.apply(task, technique.settings(dict(settings)[technique.name]))
+            return profile(task.with_(split=Representative(task.split)), workspace=self.workspace)
         except ShoestringError:
-            return None  # a technique that does not suit this task, or changes nothing in it
-        return profile(task.with_(split=Representative(task.split)), workspace=self.workspace)
+            if not settings:
+                raise
+            return None  # a technique that does not suit this task or the others, or changes nothing
 
     # -- answers ------------------------------------------------------------------------------------------------
     def finish(self, option: Option, level: Risk) -> Plan:
