@@ -71,12 +71,18 @@ PLANS = {
     "residual-2": (BLOCKS, Plan(checkpoint="residual-2")),
     "residual-2*": (BLOCKS, Plan(checkpoint="residual-2*")),
     "optimal": (BLOCKS, Plan(checkpoint="optimal")),
+    "disk": (("wrn", "unet", "gpt", "dynamicconv"), Plan(keep="disk")),
+    "half": (("wrn", "gpt", "mlp"), Plan(keep="half")),
+    "masks": (("dynamicconv", "mlp"), Plan(keep="masks")),
+    "residual-1, disk": (("wrn", "gpt", "dynamicconv"), Plan(checkpoint="residual-1", keep="disk")),
     "microbatch": (IMAGES, Plan(microbatch=5)),
     "microbatch by tokens": (("dynamicconv",), Plan(microbatch=180)),
     "residual-2*, microbatch": (("wrn", "gpt"), Plan(checkpoint="residual-2*", microbatch=4)),
     "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=180)),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
+APPROXIMATE = ("half",)
+EXACT_CELLS = [cell for cell in CELLS if cell[1] not in APPROXIMATE]
 
 
 def task(model: str) -> Task:

@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 import torch
 from runs import Run, distance, doubled, run
-from table import CELLS, PLANS, REORDERED, task
+from table import APPROXIMATE, CELLS, EXACT_CELLS, PLANS, REORDERED, task
 
 from shoestring import Plan, apply
 
@@ -19,7 +19,7 @@ def plain_and_lean(model: str, plan: str, double: bool) -> tuple[Run, Run]:
     return run(plain), run(lean.task)
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS)
+@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
 def test_gradients_in_fp64_are_those_of_plain_autograd(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert len(lean.gradients) == 3
@@ -27,14 +27,20 @@ def test_gradients_in_fp64_are_those_of_plain_autograd(model, plan):
         assert distance(found, wanted) < 1e-10
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in CELLS if cell[0] not in REORDERED])
+@pytest.mark.parametrize(("model", "plan"), [cell for cell in EXACT_CELLS if cell[0] not in REORDERED])
 def test_gradients_in_fp32_are_plain_autograds_to_the_bit(model, plan):
     plain, lean = plain_and_lean(model, plan, double=False)
     for found, wanted in zip(lean.gradients, plain.gradients, strict=True):
         assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS)
+@pytest.mark.parametrize(("model", "plan"), [cell for cell in CELLS if cell[1] in APPROXIMATE])
+def test_gradients_of_approximate_plans_are_near(model, plan):
+    plain, lean = plain_and_lean(model, plan, double=True)
+    assert 0 < distance(lean.gradients[0], plain.gradients[0]) < 0.01
+
+
+@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
 def test_buffers_after_three_steps_are_those_of_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     for name, wanted in plain.buffers.items():
@@ -43,13 +49,13 @@ def test_buffers_after_three_steps_are_those_of_plain_training(model, plan):
             assert lean.buffers[name] == wanted
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS)
+@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
 def test_random_numbers_go_on_where_plain_training_would(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert torch.equal(lean.random, plain.random)
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS)
+@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
 def test_losses_are_those_of_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     torch.testing.assert_close(lean.losses, plain.losses, rtol=1e-10, atol=0)

@@ -61,4 +61,4 @@ class Plan:
 
 
 NEUTRAL = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}  # values that ask for nothing
-TECHNIQUES = ("nonzero", "precision", "optimizer", "keep", "checkpoint", "microbatch")
+TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "keep", "microbatch")

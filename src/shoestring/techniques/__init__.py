@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..task import Task
-from . import checkpoint, lean_optimizer, microbatch, precision, sparsity
+from . import checkpoint, lean_optimizer, microbatch, precision, saved, sparsity
 from .risk import Risk
 
 
@@ -34,5 +34,6 @@ REGISTRY = (
     Technique("precision", precision.Settings, precision.apply, precision.options, precision.risk),
     Technique("optimizer", lean_optimizer.Settings, lean_optimizer.apply, lean_optimizer.options, lean_optimizer.risk),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options),
+    Technique("keep", saved.parse, saved.apply, risk=saved.risk),
     Technique("microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk),
 )

@@ -50,14 +50,16 @@ class _Place(NamedTuple):
 
 
 class _Argument:
-    """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph."""
+    """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph.
+
+    One that needs no gradient is the caller's or a buffer, which the first run may have changed, and stays as it is.
+    """
 
     def __init__(self, tensor: Tensor, keep_input: Callable[[Tensor], Kept]) -> None:
-        self.requires_grad = tensor.requires_grad
-        self.kept: Kept = keep_input(tensor) if tensor.is_floating_point() else Whole(tensor)
+        self.kept: Kept | Tensor = keep_input(tensor) if tensor.requires_grad else tensor
 
     def take(self) -> Tensor:
-        return self.kept.take().detach().requires_grad_(self.requires_grad)
+        return self.kept if isinstance(self.kept, Tensor) else self.kept.take().detach().requires_grad_()
 
 
 class _Call(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import ShoestringError
 
@@ -29,19 +30,43 @@ class Kept(Protocol):
     def take(self) -> Tensor: ...
 
 
+CHANGED_IN_PLACE = (
+    "a tensor of shape {} that the backward pass needs was changed in place after it was kept: "
+    "write x = x + y in place of x += y there (also add_, relu_, ...)"
+)
+
+
 class Whole:
     """The tensor itself, given up when it is taken, so that the taker decides when it dies."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor | None = tensor
+        self.version = tensor._version
 
     def take(self) -> Tensor:
         tensor, self.tensor = self.tensor, None
         if tensor is None:
             raise ShoestringError(SECOND_BACKWARD)
+        if tensor._version != self.version:  # PyTorch looks at this only where no hook is
+            raise ShoestringError(CHANGED_IN_PLACE.format(tuple(tensor.shape)))
         return tensor
+
+
+class Once:
+    """One use of something kept that several operations share; the last use lets go of it."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: "Kept") -> None:
+        self.kept: Kept | None = kept
+
+    def take(self) -> Tensor:
+        kept, self.kept = self.kept, None
+        if kept is None:
+            raise ShoestringError(SECOND_BACKWARD)
+        return kept.take()
 
 
 Keeper = Callable[[Tensor], Kept]
@@ -81,25 +106,17 @@ def keeping(keeper: Keeper) -> Iterator[None]:
         _stack.keepers.pop()
 
 
-@contextmanager
-def keeping_outside() -> Iterator[None]:
-    """The next outer keeper decides inside the context: for what a region keeps of its own inputs."""
-    keeper = _stack.keepers.pop()
-    try:
-        yield
-    finally:
-        _stack.keepers.append(keeper)
-
-
 class Shared:
-    """Packs a storage once however many operations save it: remembers what was kept for as long as it is wanted."""
+    """Packs a tensor once however many operations save it: remembers what was kept for as long as it is wanted."""
 
     def __init__(self) -> None:
         self._kept: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()
 
-    def once(self, tensor: Tensor, pack: Callable[[], Any]) -> Any:
-        key = (tensor.untyped_storage()._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride())
+    def once(self, tensor: Tensor, pack: Callable[[Tensor], Any]) -> Any:
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = pack()
+            kept = self._kept[key] = pack(tensor)
+            kept.origin = StorageWeakRef(storage)  # while it lives, no new storage gets the same number
         return kept
