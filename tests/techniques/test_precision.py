@@ -88,7 +88,10 @@ class Odd(nn.Module):
     [
         (torch.zeros(2, dtype=torch.int32), "odd is torch.int32"),
         (torch.zeros(2, dtype=torch.complex64), "odd is torch.complex64"),
-        (torch.full((2,), 1e6), "odd has a value of 1e\\+06"),
+        (torch.full((2,), 1e6), "odd has a value of 1e\\+06, and torch.float16 holds -65504 to 65504"),
+        (torch.tensor([1.0, -7e4]), "odd has a value of -70000"),
+        (torch.tensor([1.0, torch.nan]), "odd has a value of nan"),
+        (torch.tensor([1.0, -torch.inf]), "odd has a value of -inf"),
     ],
 )
 def test_a_parameter_that_16_bits_cannot_hold_is_named(parameter, words):
@@ -100,3 +103,10 @@ def test_a_parameter_that_16_bits_cannot_hold_is_named(parameter, words):
 def test_a_precision_that_does_not_exist_is_refused():
     with pytest.raises(ShoestringError, match="fp16 or bf16"):
         with_precision(zoo.mlp(), Settings("fp8"))
+
+
+def test_normalisation_stays_fp32_and_so_may_have_any_value():
+    norm = nn.LayerNorm(2)
+    nn.init.constant_(norm.weight, 1e6)
+    task = Task(nn.Sequential(norm, nn.Linear(2, 2)), lambda m, x: m(x).mean(), torch.randn(2, 2), SGD())
+    assert with_precision(task, Settings("fp16")).model[0].weight.dtype == torch.float32

@@ -65,15 +65,29 @@ def risk(task: Task, form: str) -> Risk:
 
 
 def check_convertible(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses parameters that 16 bits cannot hold, with the name and the number."""
-    largest = torch.finfo(dtype).max
-    for name, parameter in model.named_parameters():
+    """Refuses parameters that 16 bits cannot hold, with the name, the number and the range; nothing is copied."""
+    limit = torch.finfo(dtype).max
+    for name, parameter in converted_parameters(model):
         if not parameter.is_floating_point():
-            raise ShoestringError(f"parameter {name} is {parameter.dtype}, which has no 16-bit form: make it a buffer")
-        if not parameter.is_meta and parameter.numel() and (peak := float(parameter.detach().abs().max())) > largest:
             raise ShoestringError(
-                f"parameter {name} has a value of {peak:.3g}, beyond {dtype}'s {largest:.5g}: use bf16 or scale it down"
+                f"parameter {name} is {parameter.dtype}, which has no 16-bit form: make it a buffer, or use fp32"
             )
+        if parameter.is_meta or not parameter.numel():
+            continue
+        lowest, highest = (float(value) for value in torch.aminmax(parameter.detach()))
+        if not -limit <= lowest <= highest <= limit:  # NaN too is not between
+            worst = lowest if -lowest > highest else highest
+            raise ShoestringError(
+                f"parameter {name} has a value of {worst:.5g}, and {dtype} holds -{limit:.5g} to {limit:.5g}: "
+                "look where it comes from, or use bf16 or fp32"
+            )
+
+
+def converted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that become 16 bits, with their names: all but those of normalisation."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, NORMS):
+            yield from module.named_parameters(prefix, recurse=False)
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
