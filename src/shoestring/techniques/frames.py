@@ -96,11 +96,18 @@ class Frame:
         """Runs `function` as the next call of the region, keeping nothing of what it saves."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         written = [self._write_down(leaf) for leaf in leaves]
+        entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
+                   if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
         del leaves
         state = _State()
         with keeping(self._ticket):
             output = function(*args, **kwargs)
         state.forget_if_unused()
+        if any(leaf._version != version for leaf, version in entered):
+            raise ShoestringError(
+                f"{self.name} changes its input in place, so it cannot be run again from it: write x = x + y in place "
+                "of x += y there (also relu_, ...), or leave it out of checkpointing"
+            )
         for number, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
                 self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)

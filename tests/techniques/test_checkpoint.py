@@ -1,0 +1,268 @@
+"""Checkpoint strategies on models that users bring: which blocks, in what order of calls, under what conditions."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import distance, doubled, run
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring.errors import NoEffect
+from shoestring.techniques import checkpoint
+
+STRATEGIES = ("residual-1", "residual-1*", "residual-2", "residual-2*", "every-2", "optimal")
+WIDTH = 16
+
+
+class Block(nn.Module):
+    """A residual block; `inside` is what happens between its two layers."""
+
+    def __init__(self, inside=torch.tanh):
+        super().__init__()
+        self.up, self.down, self.inside = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), inside
+
+    def forward(self, x):
+        return x + self.down(self.inside(self.up(x)))
+
+
+class Chain(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.stem, self.blocks, self.head = nn.Linear(WIDTH, WIDTH), nn.ModuleList(blocks), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def classify(model, batch):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
+def task(make, loss=classify):
+    """`make()` builds the model; the same weights and batch each time."""
+    torch.manual_seed(0)
+    model = make()
+    return Task(model, loss, (torch.randn(8, WIDTH), torch.randint(3, (8,))), SGD(lr=0.1))
+
+
+def same_as_plain(make, strategy, loss=classify):
+    """Whether three lean steps in FP64 have plain training's gradients, buffers and random numbers."""
+    plain = run(doubled(task(make, loss)))
+    lean = run(apply(doubled(task(make, loss)), Plan(checkpoint=strategy)).task)
+    gradients = all(distance(a, b) < 1e-10 for a, b in zip(lean.gradients, plain.gradients, strict=True))
+    buffers = all(torch.allclose(lean.buffers[name], plain.buffers[name], rtol=1e-10) for name in plain.buffers)
+    return gradients and buffers and torch.equal(lean.random, plain.random)
+
+
+# -- words and models that do not fit -------------------------------------------------------------------------------
+@pytest.mark.parametrize("text", ["residual", "residual-0", "residual-2**", "every-2*", "every", "all", "optimal-x"])
+def test_an_unknown_strategy_is_refused_with_those_that_exist(text):
+    with pytest.raises(ShoestringError):
+        apply(task(lambda: Chain([Block(), Block()])), Plan(checkpoint=text))
+
+
+def test_the_strategy_none_in_a_plan_changes_nothing():
+    given = task(lambda: Chain([Block(), Block()]))
+    assert apply(given, Plan(checkpoint="none")).task.contexts == ()
+    with pytest.raises(NoEffect, match="leave it out"):
+        checkpoint.apply(given, checkpoint.Settings("none"))
+
+
+def test_a_model_without_blocks_is_refused_by_name():
+    with pytest.raises(ShoestringError, match=r"Linear has no repeated blocks .* for residual-1"):
+        apply(task(lambda: nn.Linear(WIDTH, 3)), Plan(checkpoint="residual-1"))
+
+
+def test_a_model_without_batch_norm_is_refused_by_name():
+    with pytest.raises(ShoestringError, match="Chain has no batch norm"):
+        apply(task(lambda: Chain([Block(), Block()])), Plan(checkpoint="no-bn"))
+
+
+def test_blocks_can_be_named_by_hand():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.head = Block(), Block(torch.sin), nn.Linear(WIDTH, 3)
+
+        def forward(self, x):
+            return self.head(self.two(self.one(x)))
+
+    plain = run(doubled(task(Named)))
+    settings = checkpoint.Settings("residual-2", blocks=("one", "t?o"))
+    lean = run(checkpoint.apply(doubled(task(Named)), settings))
+    assert distance(lean.gradients[-1], plain.gradients[-1]) < 1e-10
+    with pytest.raises(ShoestringError, match="no module 'three' to checkpoint: its modules are one, "):
+        checkpoint.apply(task(Named), checkpoint.Settings("residual-1", blocks=("three",)))
+
+
+def test_blocks_that_do_not_follow_each_other_cannot_be_one_region():
+    class Parallel(Chain):
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(sum(block(x) for block in self.blocks))
+
+    def make():
+        return Parallel([Block(), Block()])
+
+    lean = apply(task(make), Plan(checkpoint="residual-2"))
+    with pytest.raises(ShoestringError, match=r"blocks\.1 is not called with what blocks\.0 returned.*residual-1"):
+        lean.step(lean.task.batch)
+    assert same_as_plain(make, "residual-1")
+
+
+# -- what users' models do --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_dropout_draws_the_same_numbers(strategy):
+    assert same_as_plain(lambda: Chain([Block(nn.Dropout(0.3)) for _ in range(4)]), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_users_own_checkpoint_inside_a_block(strategy):
+    class Nested(Block):
+        def forward(self, x):
+            return torch_checkpoint(super().forward, x, use_reentrant=False)
+
+    assert same_as_plain(lambda: Chain([Nested(nn.Dropout(0.3)) for _ in range(3)]), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_that_is_called_twice(strategy):
+    class Twice(Chain):
+        def forward(self, x):
+            x = self.stem(x)
+            for block in (*self.blocks, *self.blocks):
+                x = block(x)
+            return self.head(x)
+
+    assert same_as_plain(lambda: Twice([Block(nn.Dropout(0.2)), Block()]), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_block_that_two_places_share(strategy):
+    def make():
+        shared = Block(nn.Dropout(0.2))
+        return Chain([shared, Block(), shared])
+
+    assert same_as_plain(make, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_batch_norm_that_is_called_twice_a_pass(strategy):
+    class Normed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(WIDTH)
+
+        def forward(self, x):
+            return super().forward(F.relu(self.norm(F.relu(self.norm(x)))))
+
+    assert same_as_plain(lambda: Chain([Normed() for _ in range(3)]), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_blocks_that_take_and_return_several_things(strategy):
+    class Pair(Block):
+        def forward(self, state, scale=1.0):
+            x, seen = state
+            return super().forward(x) * scale, {"seen": seen["seen"] + x.mean()}
+
+    class Pairs(Chain):
+        def forward(self, x):
+            state = self.stem(x), {"seen": x.new_zeros(())}
+            for block in self.blocks:
+                state = block(state, scale=0.5)
+            return self.head(state[0]) + state[1]["seen"]
+
+    if strategy.startswith("residual-2"):  # a region passes on what its first argument is, and that is a tuple here
+        lean = apply(task(lambda: Pairs([Pair(), Pair(), Pair()])), Plan(checkpoint=strategy))
+        with pytest.raises(ShoestringError, match=r"blocks\.1 is not called with what"):
+            lean.step(lean.task.batch)
+    else:
+        assert same_as_plain(lambda: Pairs([Pair(), Pair(), Pair()]), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_operations_in_place_inside_a_block(strategy):
+    class InPlace(Block):
+        def forward(self, x):
+            hidden = F.relu(self.up(x), inplace=True)
+            hidden.mul_(0.5)
+            hidden = hidden.tanh()
+            out = self.down(hidden)
+            out += x
+            return out
+
+    assert same_as_plain(lambda: Chain([InPlace() for _ in range(3)]), strategy)
+
+
+@pytest.mark.parametrize("strategy", ["residual-1", "residual-2*", "optimal"])
+def test_a_block_that_changes_its_input_is_refused_by_name(strategy):
+    class Greedy(Block):
+        def forward(self, x):
+            return super().forward(x.mul_(2))
+
+    lean = apply(task(lambda: Chain([Greedy() for _ in range(3)])), Plan(checkpoint=strategy))
+    with pytest.raises(ShoestringError, match=r"blocks\.\d.* changes its input in place"):
+        lean.step(lean.task.batch)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_blocks(strategy):
+    def make():
+        model = Chain([Block() for _ in range(4)])
+        model.blocks[1].requires_grad_(False)
+        model.stem.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        return model
+
+    plain = run(doubled(task(make)))
+    lean = run(apply(doubled(task(make)), Plan(checkpoint=strategy)).task)
+    assert distance(lean.gradients[-1], plain.gradients[-1]) < 1e-10
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autocast_is_restored_when_a_block_runs_again(strategy):
+    def loss(model, batch):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            scores = model(batch[0])
+        return F.cross_entropy(scores.float(), batch[1])
+
+    def make():
+        return Chain([Block() for _ in range(3)])
+
+    plain, lean = run(task(make, loss), 1), run(apply(task(make, loss), Plan(checkpoint=strategy)).task, 1)
+    assert distance(lean.gradients[0], plain.gradients[0]) < 1e-6
+    without = run(task(make), 1)
+    assert distance(lean.gradients[0], without.gradients[0]) > 1e-4  # it was 16-bit arithmetic
+
+
+# -- forwards that are not deterministic ----------------------------------------------------------------------------
+class Moody(Block):
+    """Does something else each time it runs: other values, or other shapes."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change, self.runs = change, 0
+
+    def forward(self, x):
+        self.runs += 1
+        if self.change == "shape" and self.runs % 2:
+            return x + self.down(self.up(x))
+        scale = random.random() if self.change == "random" else float(self.runs)
+        return x + self.down(torch.tanh(self.up(x) * scale))
+
+
+@pytest.mark.parametrize("change", ["random", "counter", "shape"])
+@pytest.mark.parametrize("strategy", ["residual-1", "residual-2*"])
+def test_a_forward_that_is_not_deterministic_is_refused_by_name(strategy, change):
+    lean = apply(task(lambda: Chain([Block(), Moody(change), Block()])), Plan(checkpoint=strategy))
+    with pytest.raises(ShoestringError, match=r"blocks\.1.* not deterministic; leave it out of checkpointing"):
+        for _ in range(3):
+            lean.step(lean.task.batch)
