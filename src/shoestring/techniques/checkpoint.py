@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..errors import NoEffect, ShoestringError
 from ..task import Task
@@ -175,7 +176,7 @@ class _Region:
             return forward(*args, **kwargs)
         if self.frame is None or index == 0:
             self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input)
-        elif not (args and self.frame.place(args[0])):
+        elif not any(map(self.frame.place, pytree.tree_leaves((args, kwargs)))):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
                 "region: use residual-1, or name the blocks that follow each other"

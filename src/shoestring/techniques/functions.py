@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..errors import ShoestringError
 from ..kernels.bitmask import pack_bits, unpack_bits
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
-from .keeping import keep
+from .keeping import SECOND_BACKWARD, keep
 
 
 class Statistics(NamedTuple):
@@ -36,6 +37,14 @@ class Product(Protocol):
     def bias_gradient(self, grad: Tensor) -> Tensor: ...
 
 
+def _take(ctx: Any) -> Tensor:
+    """What a function kept, which it then has no more: the caller's reference is the last."""
+    kept, ctx.kept = ctx.kept, None
+    if kept is None:
+        raise ShoestringError(SECOND_BACKWARD)
+    return kept.take()
+
+
 class LeanProduct(torch.autograd.Function):
     """product(x): keeps x for the weight's gradient only, and not after it."""
 
@@ -48,9 +57,7 @@ class LeanProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        kept, ctx.kept = ctx.kept, None
-        weight = ctx.product.weight_gradient(grad, kept.take(), None) if wants_weight else None
-        del kept
+        weight = ctx.product.weight_gradient(grad, _take(ctx), None) if wants_weight else None
         bias = ctx.product.bias_gradient(grad) if wants_bias else None
         x = ctx.product.input_gradient(grad, ctx.shape) if wants_x else None
         return x, weight, bias, None, None
@@ -70,8 +77,7 @@ class NormReluProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         product, (mean, invstd), (gamma, beta) = ctx.product, ctx.statistics, ctx.norm
-        kept, ctx.kept = ctx.kept, None
-        x = kept.take()
+        x = _take(ctx)
         weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
         bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
         between = product.input_gradient(grad, x.shape)
@@ -90,9 +96,8 @@ class LeanNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, ctx.kept = ctx.kept, None
         (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
-        gradients = batch_norm_backward(grad, kept.take(), mean, invstd, gamma, beta, relu=ctx.relu)
+        gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=ctx.relu)
         return *gradients, None, None, None
 
 
@@ -107,8 +112,7 @@ class LeanRelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, ctx.kept = ctx.kept, None
-        mask = unpack_bits(kept.take(), grad.numel())
+        mask = unpack_bits(_take(ctx), grad.numel())
         return grad * mask.view(grad.shape), None
 
 
@@ -123,8 +127,7 @@ class LeanDropout(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, ctx.kept = ctx.kept, None
-        mask = unpack_bits(kept.take(), grad.numel())
+        mask = unpack_bits(_take(ctx), grad.numel())
         return grad * mask.view(grad.shape) * ctx.scale, None, None, None
 
 

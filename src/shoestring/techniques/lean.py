@@ -156,6 +156,8 @@ class LeanRun(TorchFunctionMode):
             return self._norm(func, args, kwargs, again)
         if again and func is Tensor.add_ and id(args[0]) in self.counters:
             return args[0]  # num_batches_tracked counted this batch in the first run
+        if func in _LAYERS and torch.is_autocast_enabled("cpu"):
+            return func(*args, **kwargs)  # autocast chooses the type that it computes in
         if func in _PRODUCTS and is_narrow(args[0]):
             return widened(func, args, kwargs)
         handler = _HANDLERS.get(func) if torch.is_grad_enabled() or is_narrow(args[0] if args else None) else None
@@ -180,7 +182,7 @@ class LeanRun(TorchFunctionMode):
         if not call["training"]:
             return func(*args, **kwargs)
         statistics = self._statistics(call, again)
-        if id(gamma) in self.fused and torch.is_grad_enabled():
+        if id(gamma) in self.fused and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
             placeholder = x.new_full((), float("nan")).expand(x.shape)
             self.pending[id(placeholder)] = placeholder, _Pending(x, gamma, beta, statistics)
             return placeholder
@@ -280,6 +282,7 @@ _PRODUCTS = {
     torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.mm,
     Tensor.__matmul__, F.scaled_dot_product_attention, torch.conv1d, torch.conv3d, torch.conv_transpose2d,
 }  # fmt: skip
+_LAYERS = _PRODUCTS | CONVOLUTION | {F.linear}
 _IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
 _HANDLERS: dict[Any, Callable] = (
     dict.fromkeys(RELU, LeanRun._relu)

@@ -73,13 +73,10 @@ def _patterns(recorder: _Recorder, names: dict[int, str]) -> Patterns:
     for func, args, kwargs, out in recorder.calls:
         if func in NORM and (name := names.get(id(norm_arguments(*args, **kwargs)["weight"]))):
             calls_of[name] += 1
-            users = recorder.users[id(out)]
-            if len(users) == 1 and recorder.calls[users[0]][0] in RELU:
+            takers = _takers_of_relu(recorder, out)
+            if takers is not None:
                 relu.add(name)
-                activated = recorder.calls[users[0]][3]
-                # An in-place ReLU returns the tensor it was given: its own call is among the users then.
-                after = [user for user in recorder.users[id(activated)] if user != users[0]]
-                if len(after) == 1 and recorder.calls[after[0]][0] in CONVOLUTION:
+                if len(takers) == 1 and recorder.calls[takers[0]][0] in CONVOLUTION:
                     relu_conv.add(name)
     once = {name for name, count in calls_of.items() if count == 1}
     return Patterns(
@@ -88,6 +85,17 @@ def _patterns(recorder: _Recorder, names: dict[int, str]) -> Patterns:
         norms=sum(calls_of.values()),
         relus=sum(func in RELU for func, *_ in recorder.calls),
     )
+
+
+def _takers_of_relu(recorder: _Recorder, out: Tensor) -> list[int] | None:
+    """A norm's output -> the calls that take its ReLU, or None where anything but a ReLU looks at the output."""
+    users = recorder.users[id(out)]
+    if not users or recorder.calls[users[0]][0] not in RELU:
+        return None
+    activated = recorder.calls[users[0]][3]
+    if activated is out:  # in place: who comes later looks at the ReLU
+        return users[1:]
+    return recorder.users[id(activated)] if len(users) == 1 else None
 
 
 def norm_arguments(
