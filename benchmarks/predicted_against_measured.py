@@ -37,6 +37,12 @@ TASKS: dict[str, Callable[[], Task]] = {
     "  residual-1": lean("wrn-28-2", 100, checkpoint="residual-1"),
     "  residual-2*": lean("wrn-28-2", 100, checkpoint="residual-2*"),
     "  residual-2*, microbatch 10": lean("wrn-28-2", 100, checkpoint="residual-2*", microbatch=10),
+    "  fp16, residual-2*, microbatch 10": lean(
+        "wrn-28-2", 100, precision="fp16", checkpoint="residual-2*", microbatch=10
+    ),
+    "  10% nonzero, fp16, residual-2*, microbatch 4": lean(
+        "wrn-28-2", 100, nonzero=10, precision="fp16", checkpoint="residual-2*", microbatch=4
+    ),
     "resnet18, batch 16": lambda: builtin("resnet18", batch=16),
     "vit-tiny, batch 16": lambda: builtin("vit-tiny", batch=16),
     "dynamicconv-iwslt, 4,000 tokens": lambda: builtin("dynamicconv-iwslt", tokens=4000),
