@@ -3,19 +3,21 @@
 PyTorch's own 16-bit matrix products are tens of times slower than FP32's on a CPU without 16-bit arithmetic.
 Here some rows of the weight and some tokens at a time are widened to FP32 and multiplied by PyTorch's FP32
 product; sums are FP32 to their end and are rounded once. Tensors that need no widening (FP32, FP64, other
-devices) go to PyTorch whole. The steps are PyTorch's own operations, so a trace sees their scratch as it is.
+devices) go to PyTorch whole. The blocks of a product are one operator, so that a trace sees one and its scratch.
 
     y = linear_forward(x, weight, bias)
     linear_weight_gradient(grad_y, x, out=weight_gradient)     # adds
     grad_x = linear_input_gradient(grad_y, weight)
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
+from .define import define
 
 SCRATCH_BYTES = 2_000_000  # of FP32 blocks, unless one token and one row of the weight need more
 _ROWS = 256  # of the weight in a block: more do not make the product faster
@@ -52,6 +54,63 @@ class _Scratch:
         return self.shaped(*block.shape).copy_(block)
 
 
+def _scratch(like: Tensor, tokens: int, rows: int, inputs: int) -> list[_Scratch]:
+    """The FP32 sides of a block: of x, of the weight, of y."""
+    return [_Scratch(like, *shape) for shape in ((tokens, inputs), (rows, inputs), (tokens, rows))]
+
+
+def _forward(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: int, rows: int) -> None:
+    wide_x, wide_w, wide_y = _scratch(x, tokens, rows, weight.shape[1])
+    for t in _blocks(len(x), tokens):
+        block = wide_x.widen(x[t])
+        for r in _blocks(len(weight), rows):
+            product = wide_y.shaped(len(block), r.stop - r.start)
+            torch.mm(block, wide_w.widen(weight[r]).t(), out=product)
+            y[t, r] = product if bias is None else product.add_(bias[r])
+
+
+def _input_gradient(grad_x: Tensor, grad_y: Tensor, weight: Tensor, tokens: int, rows: int) -> None:
+    sums, wide_w, wide_y = _scratch(grad_y, tokens, rows, weight.shape[1])
+    for t in _blocks(len(grad_y), tokens):
+        total = sums.shaped(t.stop - t.start, weight.shape[1]).zero_()
+        for r in _blocks(len(weight), rows):
+            total.addmm_(wide_y.widen(grad_y[t, r]), wide_w.widen(weight[r]))
+        grad_x[t] = total
+
+
+def _weight_gradient(out: Tensor, grad_y: Tensor, x: Tensor, accumulate: bool, tokens: int, rows: int) -> None:
+    wide_x, sums, wide_y = _scratch(x, tokens, rows, x.shape[1])
+    once = wide_x.widen(x) if tokens == len(x) else None  # then it serves every block of rows
+    for r in _blocks(len(out), rows):
+        total = sums.widen(out[r]) if accumulate else sums.shaped(r.stop - r.start, x.shape[1]).zero_()
+        for t in _blocks(len(x), tokens):
+            block = wide_x.widen(x[t]) if once is None else once
+            total.addmm_(wide_y.widen(grad_y[t, r]).t(), block)
+        out[r] = total
+
+
+def _operator(schema: str, body: Callable, inputs: Callable[..., int]) -> Any:
+    """`body`, whose last arguments are the tokens and rows of a block, as an operator; its fake makes the scratch."""
+
+    def fake(*args: Any) -> None:
+        _scratch(args[1], *args[-2:], inputs(*args))
+
+    return define(f"{schema}, int tokens, int rows) -> ()", twin=body, fake=fake, compiled=body)
+
+
+_forward_op = _operator(
+    "linear_forward(Tensor(a!) y, Tensor x, Tensor weight, Tensor? bias", _forward, lambda y, x, *_: x.shape[1]
+)
+_input_gradient_op = _operator(
+    "linear_input_gradient(Tensor(a!) grad_x, Tensor grad_y, Tensor weight", _input_gradient, lambda x, *_: x.shape[1]
+)
+_weight_gradient_op = _operator(
+    "linear_weight_gradient(Tensor(a!) out, Tensor grad_y, Tensor x, bool accumulate",
+    _weight_gradient,
+    lambda out, *_: out.shape[1],
+)
+
+
 def _tokens(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
@@ -70,15 +129,8 @@ def linear_forward(
     if not _widened(x, weight):
         return torch.nn.functional.linear(x, weight, bias)
     flat = _tokens(x)
-    tokens, rows = _plan(len(flat), outputs, inputs, scratch_bytes)
     y = x.new_empty(len(flat), outputs)
-    wide_x, wide_w, wide_y = (_Scratch(x, *s) for s in ((tokens, inputs), (rows, inputs), (tokens, rows)))
-    for t in _blocks(len(flat), tokens):
-        block = wide_x.widen(flat[t])
-        for r in _blocks(outputs, rows):
-            product = wide_y.shaped(len(block), r.stop - r.start)
-            torch.mm(block, wide_w.widen(weight[r]).t(), out=product)
-            y[t, r] = product if bias is None else product.add_(bias[r])
+    _forward_op(y, flat, weight, bias, *_plan(len(flat), outputs, inputs, scratch_bytes))
     return y.view(*x.shape[:-1], outputs)
 
 
@@ -90,14 +142,8 @@ def linear_input_gradient(grad_y: Tensor, weight: Tensor, *, scratch_bytes: int 
     if not _widened(grad_y, weight):
         return grad_y @ weight
     flat = _tokens(grad_y)
-    tokens, rows = _plan(len(flat), outputs, inputs, scratch_bytes)
     grad_x = grad_y.new_empty(len(flat), inputs)
-    sums, wide_w, wide_y = (_Scratch(flat, *s) for s in ((tokens, inputs), (rows, inputs), (tokens, rows)))
-    for t in _blocks(len(flat), tokens):
-        total = sums.shaped(t.stop - t.start, inputs).zero_()
-        for r in _blocks(outputs, rows):
-            total.addmm_(wide_y.widen(flat[t, r]), wide_w.widen(weight[r]))
-        grad_x[t] = total
+    _input_gradient_op(grad_x, flat, weight, *_plan(len(flat), outputs, inputs, scratch_bytes))
     return grad_x.view(*grad_y.shape[:-1], inputs)
 
 
@@ -121,13 +167,5 @@ def linear_weight_gradient(
         )
     if not _widened(grad_y, x, out):
         return out.addmm_(flat_y.t(), flat_x) if accumulate else torch.mm(flat_y.t(), flat_x, out=out)
-    tokens, rows = _plan(len(flat_x), outputs, inputs, scratch_bytes)
-    wide_x, sums, wide_y = (_Scratch(x, *s) for s in ((tokens, inputs), (rows, inputs), (tokens, rows)))
-    once = wide_x.widen(flat_x) if tokens == len(flat_x) else None  # then it serves every block of rows
-    for r in _blocks(outputs, rows):
-        total = sums.widen(out[r]) if accumulate else sums.shaped(r.stop - r.start, inputs).zero_()
-        for t in _blocks(len(flat_x), tokens):
-            block = wide_x.widen(flat_x[t]) if once is None else once
-            total.addmm_(wide_y.widen(flat_y[t, r]).t(), block)
-        out[r] = total
+    _weight_gradient_op(out, flat_y, flat_x, accumulate, *_plan(len(flat_x), outputs, inputs, scratch_bytes))
     return out

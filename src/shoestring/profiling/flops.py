@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ..kernels import conv, sparse_conv, sparse_linear  # noqa: F401 - their operators get formulas here
+from ..kernels import conv, linear, sparse_conv, sparse_linear  # noqa: F401 - their operators get formulas here
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
@@ -73,6 +73,17 @@ def _(y, values, *args, out_shape=None, **kwargs) -> int:
 @register_flop_formula(ours.sparse_conv2d_weight_gradient)
 def _(values, x, y, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(values))
+
+
+# A linear layer does 2 FLOPs for each token and each weight, and so do its gradients.
+@register_flop_formula([ours.linear_forward, ours.linear_input_gradient])
+def _(out, given, weight, *args, out_shape=None, **kwargs) -> int:
+    return 2 * given[0] * prod(weight)
+
+
+@register_flop_formula(ours.linear_weight_gradient)
+def _(out, y, x, *args, out_shape=None, **kwargs) -> int:
+    return 2 * x[0] * prod(out)
 
 
 # A sparse linear layer does 2 FLOPs for each token and each nonzero, and so do its gradients.
