@@ -93,7 +93,7 @@ def _operator(schema: str, body: Callable, inputs: Callable[..., int]) -> Any:
     """`body`, whose last arguments are the tokens and rows of a block, as an operator; its fake makes the scratch."""
 
     def fake(*args: Any) -> None:
-        _scratch(args[1], *args[-2:], inputs(*args))
+        _scratch(args[1], args[-2], args[-1], inputs(*args))
 
     return define(f"{schema}, int tokens, int rows) -> ()", twin=body, fake=fake, compiled=body)
 

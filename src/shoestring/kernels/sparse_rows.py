@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from .sparse_index import decode
 
+TRACED = 3  # blocks (and pieces) that a trace goes through: with the second the first's go, and so on
 SCRATCH = 262_144  # numbers of a block, unless one row has more: 1 MB in FP32
 
 
@@ -36,11 +37,12 @@ class Block(NamedTuple):
 
 
 def blocks_of(index: Tensor, rows: int, width: int, count: int) -> Iterator[Block]:
-    """The matrix of `count` nonzeros from its first row to its last; of a fake index, blocks of the usual size."""
+    """The matrix of `count` nonzeros from its first row to its last; of a fake index, the first few."""
     height, rank = min(rows, max(1, SCRATCH // max(1, width))), 0
-    for start in range(0, rows, height):
+    traced = _is_traced(index)
+    for start in range(0, min(rows, TRACED * height) if traced else rows, height):
         stop = min(rows, start + height)
-        if isinstance(index, FakeTensor) or index.is_meta:
+        if traced:
             found = index.new_empty(count * stop // rows - count * start // rows, dtype=torch.int32)
         else:
             found = decode(index, rows * width, start * width, stop * width)
@@ -53,4 +55,9 @@ def blocks_of(index: Tensor, rows: int, width: int, count: int) -> Iterator[Bloc
 def pieces_of(x: Tensor, height: int) -> Iterator[slice]:
     """Tokens [n, width] -> some at a time, such that a piece, and its products with a block, are of a block's size."""
     size = max(1, SCRATCH // max(1, height, x.shape[1]))
-    return (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
+    length = min(len(x), TRACED * size) if _is_traced(x) else len(x)
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def _is_traced(x: Tensor) -> bool:
+    return isinstance(x, FakeTensor) or x.is_meta
