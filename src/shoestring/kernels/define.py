@@ -3,7 +3,8 @@
     define("pack_bits(Tensor mask) -> Tensor", twin=..., fake=..., compiled=...)
 
 makes `torch.ops.shoestring.pack_bits`. On the CPU it runs `compiled` where the core is loaded, elsewhere the
-twin; there is no other fallback. `fake` allocates what the op allocates, its scratch included: what it drops before
+twin; there is no other fallback. What `define` returns skips PyTorch's dispatcher where nobody listens there: a lean
+step makes thousands of calls, and the way through it costs more than many a kernel. `fake` allocates what the op allocates, its scratch included: what it drops before
 it returns is the op's scratch, and `scratch_of` tells it to the profiler. Gradients are given by autograd functions
 around ops.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,14 +29,34 @@ _scratch: ContextVar[list[int] | None] = ContextVar("scratch", default=None)
 
 
 def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -> Any:
-    """An op schema and its three forms -> the op, callable as a function."""
+    """An op schema and its three forms -> the op as a function of positional arguments."""
     name = schema.split("(", 1)[0]
     _library.define(schema)
     _library.impl(name, twin, "CompositeExplicitAutograd")
     if core.core is not None:
         _library.impl(name, compiled, "CPU")
     torch.library.register_fake(f"shoestring::{name}", _telling_scratch(fake), lib=_library)
-    return getattr(torch.ops.shoestring, name).default
+    op = getattr(torch.ops.shoestring, name).default
+    return op if core.core is None else _direct(op, compiled)
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _direct(op: Callable, compiled: Callable) -> Callable:
+    """The op, and its compiled form called straight where that is what the dispatcher would do: plain CPU tensors, and
+    no mode (a trace, a meter, a compiler) that wants to see the call."""
+
+    @wraps(compiled)
+    def call(*args: Any) -> Any:
+        for a in args:
+            if isinstance(a, Tensor) and not (type(a) in _PLAIN and a.is_cpu):
+                return op(*args)
+        if _len_torch_dispatch_stack() or torch.compiler.is_compiling():
+            return op(*args)
+        return compiled(*args)
+
+    return call
 
 
 def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:

@@ -9,6 +9,8 @@ FP32, sums over the map FP64. FP64 maps run the twin. Of the maps, the backward 
     grad_x, grad_gamma, grad_beta = batch_norm_backward(grad_y, x, mean, invstd, gamma, beta, relu=True)
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ _PARTS = 8  # of csrc/norm.cpp: a map is summed in so many parts
 
 def _sizes(x: Tensor) -> tuple[int, int, int, bool]:
     """Batch, channels, pixels, planar: the map as the core reads it."""
-    pixels = x[0, 0].numel()
+    pixels = math.prod(x.shape[2:])
     return x.shape[0], x.shape[1], pixels, pixels > 1 and planar(x)
 
 

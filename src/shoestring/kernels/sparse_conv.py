@@ -6,7 +6,8 @@ relu(x scale + shift), each channel with its own: a batch norm and ReLU whose re
 FP64 runs the twin.
 """
 
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,25 +20,47 @@ from .sparse_index import bitmap_bytes
 from .storage import address, code, float32
 
 
-def _pair(value: int | tuple[int, int] | list[int]) -> list[int]:
-    return [value, value] if isinstance(value, int) else list(value)
+Sizes = tuple[int, ...]
 
 
-def _output_size(size, kernel, stride, padding, dilation) -> list[int]:
+class _Plan(NamedTuple):
+    """What follows from the sizes of a call alone: the output's size, the sizes in the order of csrc/sparse_geometry.h,
+    and the bytes of scratch of a convolution, of the gradient of its input and of that of its weight."""
+
+    output_size: Sizes
+    sizes: Sizes
+    scratch: tuple[int, int, int]
+
+
+def _output_size(size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Sizes:
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    return [(n + 2 * p - span) // s + 1 for n, p, span, s in zip(size, padding, spans, stride, strict=True)]
+    return tuple((n + 2 * p - span) // s + 1 for n, p, span, s in zip(size, padding, spans, stride, strict=True))
 
 
-def _sizes(input_size, output_size, kernel, stride, padding, dilation) -> list[int]:
-    """The sizes in the order of csrc/sparse_geometry.h."""
-    return [*input_size, *output_size[1:], *kernel, *stride, *padding, *dilation]
+@lru_cache(maxsize=256)
+def _plan(input_size: Sizes, out_channels: int, geometry: tuple[Sizes, ...], count: int, threads: int) -> _Plan:
+    """The plan of a weight of `count` nonzeros; remembered, for a step asks for the same ones again and again."""
+    output_size = input_size[0], out_channels, *_output_size(input_size[2:], *geometry)
+    sizes = *input_size, *output_size[1:], *(number for pair in geometry for number in pair)
+    scratch = 0, 0, 0
+    if core is not None:
+        scratch = (
+            core.sparse_convolve_scratch(sizes, False, count, threads),
+            core.sparse_convolve_scratch(sizes, True, count, threads),
+            core.sparse_weight_gradient_scratch(sizes, count, threads),
+        )
+    return _Plan(output_size, sizes, scratch)
 
 
-def _room(x: Tensor, name: str, *arguments: Any) -> Tensor | None:
+def _planned(input_size: Any, out_channels: int, geometry: tuple[Any, ...], count: int) -> _Plan:
+    return _plan(tuple(input_size), out_channels, tuple(map(tuple, geometry)), count, threads())
+
+
+def _room(x: Tensor, size: int) -> Tensor | None:
     """The scratch of a compiled kernel; none where the twin runs."""
     if core is None or x.dtype == torch.float64 or x.device.type not in ("cpu", "meta"):
         return None
-    return x.new_empty(getattr(core, f"{name}_scratch")(*arguments, threads()), dtype=torch.uint8)
+    return x.new_empty(size, dtype=torch.uint8)
 
 
 def _forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift) -> Tensor:
@@ -45,19 +68,18 @@ def _forward(x, values, index, out_channels, kernel, stride, padding, dilation, 
         return reference_sparse.conv2d(
             x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift
         )
-    x, y, sizes = _prepare_forward(x, out_channels, kernel, stride, padding, dilation)
-    scratch = _room(x, "sparse_convolve", sizes, False, values.numel())
+    plan = _planned(x.shape, out_channels, (kernel, stride, padding, dilation), values.numel())
+    x, y, scratch = _prepare_forward(x, plan)
     scale, shift = float32(scale), float32(shift)
     core.sparse_convolve(
-        sizes, False, address(x), code(x), *_nonzeros(values, index), address(scale), address(shift),
+        plan.sizes, False, address(x), code(x), *_nonzeros(values, index), address(scale), address(shift),
         address(y), address(scratch), threads(),
     )  # fmt: skip
     return y
 
 
-def _prepare_forward(x, out_channels, kernel, stride, padding, dilation):
-    size = [x.shape[0], out_channels, *_output_size(x.shape[2:], kernel, stride, padding, dilation)]
-    return x.contiguous(), x.new_empty(size), _sizes(x.shape, size, kernel, stride, padding, dilation)
+def _prepare_forward(x: Tensor, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x.contiguous(), x.new_empty(plan.output_size), _room(x, plan.scratch[0])
 
 
 def _nonzeros(values: Tensor, index: Tensor) -> tuple[int, int, int, int, int]:
@@ -65,9 +87,8 @@ def _nonzeros(values: Tensor, index: Tensor) -> tuple[int, int, int, int, int]:
 
 
 def _fake_forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift) -> Tensor:
-    x, y, sizes = _prepare_forward(x, out_channels, kernel, stride, padding, dilation)
-    _room(x, "sparse_convolve", sizes, False, values.numel())
-    return y
+    plan = _planned(x.shape, out_channels, (kernel, stride, padding, dilation), values.numel())
+    return _prepare_forward(x, plan)[1]
 
 
 def _input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation) -> Tensor:
@@ -75,21 +96,22 @@ def _input_gradient(dy, values, index, input_size, kernel, stride, padding, dila
         return reference_sparse.conv2d_input_gradient(
             dy, values, index, input_size, kernel, stride, padding, dilation
         )
-    dy, dx = dy.contiguous(), dy.new_empty(input_size)
-    sizes = _sizes(input_size, dy.shape, kernel, stride, padding, dilation)
-    scratch = _room(dy, "sparse_convolve", sizes, True, values.numel())
+    plan = _planned(input_size, dy.shape[1], (kernel, stride, padding, dilation), values.numel())
+    dy, dx, scratch = _prepare_input_gradient(dy, input_size, plan)
     core.sparse_convolve(
-        sizes, True, address(dy), code(dy), *_nonzeros(values, index), 0, 0,
+        plan.sizes, True, address(dy), code(dy), *_nonzeros(values, index), 0, 0,
         address(dx), address(scratch), threads(),
     )  # fmt: skip
     return dx
 
 
+def _prepare_input_gradient(dy: Tensor, input_size: Any, plan: _Plan) -> tuple[Tensor, Tensor, Tensor | None]:
+    return dy.contiguous(), dy.new_empty(input_size), _room(dy, plan.scratch[1])
+
+
 def _fake_input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation) -> Tensor:
-    dy, dx = dy.contiguous(), dy.new_empty(input_size)
-    sizes = _sizes(input_size, dy.shape, kernel, stride, padding, dilation)
-    _room(dy, "sparse_convolve", sizes, True, values.numel())
-    return dx
+    plan = _planned(input_size, dy.shape[1], (kernel, stride, padding, dilation), values.numel())
+    return _prepare_input_gradient(dy, input_size, plan)[1]
 
 
 def _weight_gradient(
@@ -99,12 +121,11 @@ def _weight_gradient(
         return reference_sparse.conv2d_weight_gradient(
             gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate
         )
-    x, dy = x.contiguous(), dy.contiguous()
-    sizes = _sizes(x.shape, dy.shape, kernel, stride, padding, dilation)
-    scratch = _room(x, "sparse_weight_gradient", sizes, gradient.numel())
+    plan = _planned(x.shape, dy.shape[1], (kernel, stride, padding, dilation), gradient.numel())
+    x, dy, scratch = x.contiguous(), dy.contiguous(), _room(x, plan.scratch[2])
     scale, shift = float32(scale), float32(shift)
     core.sparse_weight_gradient(
-        sizes, address(x), address(dy), code(x), address(index), index.numel(), gradient.numel(),
+        plan.sizes, address(x), address(dy), code(x), address(index), index.numel(), gradient.numel(),
         address(scale), address(shift), address(gradient), code(gradient), accumulate, address(scratch),
         threads(),
     )  # fmt: skip
@@ -113,9 +134,8 @@ def _weight_gradient(
 def _fake_weight_gradient(
     gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate
 ) -> None:
-    x, dy = x.contiguous(), dy.contiguous()
-    sizes = _sizes(x.shape, dy.shape, kernel, stride, padding, dilation)
-    _room(x, "sparse_weight_gradient", sizes, gradient.numel())
+    plan = _planned(x.shape, dy.shape[1], (kernel, stride, padding, dilation), gradient.numel())
+    _ = x.contiguous(), dy.contiguous(), _room(x, plan.scratch[2])
 
 
 _GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
@@ -172,8 +192,8 @@ def sparse_conv2d_input_gradient(
 ) -> Tensor:
     """The gradient of y -> that of what the convolution read: x, or the activated map."""
     shape = _geometry(kernel, stride, padding, dilation)
-    _check_gradient(dy, list(input_size), shape)
-    return _input_gradient_op(dy, values, index, list(input_size), *shape)
+    _check_gradient(dy, input_size, shape)
+    return _input_gradient_op(dy, values, index, input_size, *shape)
 
 
 def sparse_conv2d_weight_gradient(
@@ -196,42 +216,59 @@ def sparse_conv2d_weight_gradient(
     """
     shape = _geometry(kernel, stride, padding, dilation)
     _check(x, out, index, dy.shape[1], shape, scale, shift)
-    _check_gradient(dy, list(x.shape), shape)
+    _check_gradient(dy, x.shape, shape)
     if not out.is_contiguous():
         raise ShoestringError("the values' gradient must be contiguous: pass out=torch.empty_like(values)")
     _weight_gradient_op(out, x, dy, index, *shape, scale, shift, accumulate)
     return out
 
 
-def _geometry(kernel, stride, padding, dilation) -> tuple[list[int], list[int], list[int], list[int]]:
-    shape = _pair(kernel), _pair(stride), _pair(padding), _pair(dilation)
+def _geometry(*settings: Any) -> tuple[Sizes, ...]:
+    """Kernel, stride, padding and dilation, each a number or two -> the same as pairs that were checked."""
+    return _checked_geometry(*((value, value) if isinstance(value, int) else tuple(value) for value in settings))
+
+
+@lru_cache(maxsize=64)
+def _checked_geometry(*pairs: Sizes) -> tuple[Sizes, ...]:
     names, least_of = ("kernel", "stride", "padding", "dilation"), (1, 1, 0, 1)
-    for name, values, least in zip(names, shape, least_of, strict=True):
+    for name, values, least in zip(names, pairs, least_of, strict=True):
         if len(values) != 2 or min(values) < least:
-            raise ShoestringError(f"{name}={values} is not two integers of at least {least}")
-    return shape
+            raise ShoestringError(f"{name}={list(values)} is not two integers of at least {least}")
+    return pairs
 
 
 def _check(x, values, index, out_channels, shape, scale, shift) -> None:
-    if x.dim() != 4:
-        raise ShoestringError(f"a sparse convolution needs a map [N, C, H, W], not {tuple(x.shape)}")
-    if min(_output_size(x.shape[2:], *shape)) < 1:
-        raise ShoestringError(f"a map {tuple(x.shape)} is smaller than the kernel {shape[0]}: pad it")
-    numel = out_channels * x.shape[1] * shape[0][0] * shape[0][1]
-    if index.dtype != torch.uint8 or index.numel() > bitmap_bytes(numel) or values.numel() > numel:
-        raise ShoestringError(
-            f"{values.numel()} values and an index of {index.numel()} bytes cannot be those of a weight of "
-            f"{out_channels} x {x.shape[1]} x {shape[0][0]} x {shape[0][1]} = {numel}: check the channels"
-        )
+    _check_sizes(x.shape, values.numel(), index.numel(), index.dtype, out_channels, shape)
     if (scale is None) != (shift is None) or (scale is not None and scale.shape != x.shape[1:2]):
         raise ShoestringError(f"scale and shift come together, an entry for each of {x.shape[1]} channels")
 
 
-def _check_gradient(dy, input_size, shape) -> None:
-    expected = _output_size(input_size[2:], *shape)
-    if dy.dim() != 4 or dy.shape[0] != input_size[0] or list(dy.shape[2:]) != expected:
+@lru_cache(maxsize=256)
+def _check_sizes(
+    size: Sizes, count: int, index_bytes: int, dtype: torch.dtype, out_channels: int, shape: tuple[Sizes, ...]
+) -> None:
+    if len(size) != 4:
+        raise ShoestringError(f"a sparse convolution needs a map [N, C, H, W], not {tuple(size)}")
+    if min(_output_size(size[2:], *shape)) < 1:
+        raise ShoestringError(f"a map {tuple(size)} is smaller than the kernel {list(shape[0])}: pad it")
+    numel = out_channels * size[1] * shape[0][0] * shape[0][1]
+    if dtype != torch.uint8 or index_bytes > bitmap_bytes(numel) or count > numel:
         raise ShoestringError(
-            f"the gradient {tuple(dy.shape)} is not of the output {expected} that an input {input_size} gives"
+            f"{count} values and an index of {index_bytes} bytes cannot be those of a weight of "
+            f"{out_channels} x {size[1]} x {shape[0][0]} x {shape[0][1]} = {numel}: check the channels"
+        )
+
+
+def _check_gradient(dy: Tensor, input_size: Any, shape: tuple[Sizes, ...]) -> None:
+    _check_gradient_sizes(dy.shape, tuple(input_size), shape)
+
+
+@lru_cache(maxsize=256)
+def _check_gradient_sizes(size: Sizes, input_size: Sizes, shape: tuple[Sizes, ...]) -> None:
+    expected = list(_output_size(input_size[2:], *shape))
+    if len(size) != 4 or size[0] != input_size[0] or list(size[2:]) != expected:
+        raise ShoestringError(
+            f"the gradient {tuple(size)} is not of the output {expected} that an input {list(input_size)} gives"
         )
 
 

@@ -25,7 +25,9 @@ def address(x: Tensor | None) -> int:
 
 def float32(x: Any) -> Any:
     """A vector of coefficients, or None, as the kernels read it: contiguous FP32."""
-    return None if x is None else x.to(torch.float32).contiguous()
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.to(torch.float32).contiguous()
 
 
 def layout(x: Tensor) -> torch.memory_format:
@@ -74,8 +76,12 @@ def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
     """
 
     def suits(args) -> bool:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        return core is not None and all(a.dtype != torch.float64 and a.device.type == "cpu" for a in tensors)
+        if core is None:
+            return False
+        for a in args:
+            if isinstance(a, Tensor) and (a.dtype == torch.float64 or not a.is_cpu):
+                return False
+        return True
 
     def compiled(*args):
         return body(_run, *args) if suits(args) else twin(*args)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch._guards import active_fake_mode
 from torch.utils import _pytree as pytree
 
@@ -179,7 +180,7 @@ class Frame:
 
     def _compare(self, tensor: Tensor) -> None:
         now = _fingerprint(tensor)
-        if self.print is not None and now is not None and not torch.equal(self.print, now):
+        if self.print is not None and now is not None and not _same_bytes(self.print, now):
             raise ShoestringError(self._different("other values"))
 
     def _different(self, what: str) -> str:
@@ -200,11 +201,22 @@ _NOTHING = _Nothing()
 
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """16 values spread over a tensor, as bytes (so that NaN equals NaN); None where there are no values."""
-    if active_fake_mode() or tensor.numel() == 0:
+    """At most 16 values spread over a tensor; None where there are no values."""
+    if tensor.numel() == 0 or is_traced():
         return None
-    flat = tensor.detach().view(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)]
-    return flat[:: max(1, flat.numel() // 16)].contiguous().view(torch.uint8)
+    flat = tensor.detach() if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)].contiguous()
+    count = min(16, flat.numel())
+    return flat.as_strided((count,), (flat.numel() // count,)).clone()
+
+
+def is_traced() -> bool:
+    """Whether tensors are fake here, without values."""
+    return bool(_len_torch_dispatch_stack()) and active_fake_mode() is not None
+
+
+def _same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, so that NaN equals NaN."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 class _State:
@@ -212,8 +224,8 @@ class _State:
 
     def __init__(self) -> None:
         # Fake tensors have no values: a trace draws no random numbers and needs no state.
-        self.random: Tensor | None = None if active_fake_mode() else torch.get_rng_state()
-        self.autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        self.random: Tensor | None = None if is_traced() else torch.get_rng_state()
+        self.autocast = _autocast()
 
     def forget_if_unused(self) -> None:
         """Drops the state (5 KB) where the call drew no random number."""
@@ -222,8 +234,15 @@ class _State:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
+        if self.random is None and self.autocast == _autocast():
+            yield
+            return
         enabled, dtype = self.autocast
         with torch.autocast("cpu", dtype=dtype, enabled=enabled), torch.random.fork_rng([], self.random is not None):
             if self.random is not None:
                 torch.set_rng_state(self.random)
             yield
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

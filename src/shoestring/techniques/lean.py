@@ -127,6 +127,7 @@ class LeanRun(TorchFunctionMode):
         self.names = {id(parameter): name for name, parameter in weights.items()}
         self.counters = {id(m.num_batches_tracked) for m in model.modules() if hasattr(m, "num_batches_tracked")}
         self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
+        self.nans: dict[tuple, Tensor] = {}
         self.pending: dict[int, tuple[Tensor, _Pending]] = {}
         self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
         self.already: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()  # rectified by the norm
@@ -183,7 +184,7 @@ class LeanRun(TorchFunctionMode):
             return func(*args, **kwargs)
         statistics = self._statistics(call, again)
         if id(gamma) in self.fused and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
-            placeholder = x.new_full((), float("nan")).expand(x.shape)
+            placeholder = self._nan(x).expand(x.shape)
             self.pending[id(placeholder)] = placeholder, _Pending(x, gamma, beta, statistics)
             return placeholder
         relu = id(gamma) in self.activated
@@ -191,6 +192,13 @@ class LeanRun(TorchFunctionMode):
         if relu:
             self.already[id(y)] = y
         return y
+
+    def _nan(self, like: Tensor) -> Tensor:
+        """The one value of all placeholders of a type."""
+        kind = like.dtype, like.device
+        if kind not in self.nans:
+            self.nans[kind] = like.new_full((), float("nan"))
+        return self.nans[kind]
 
     def _statistics(self, call: dict, again: bool) -> Statistics:
         """The batch's statistics: those of the first run where this is a second one, else computed and remembered."""
