@@ -35,13 +35,19 @@ _batches: dict[tuple[str, int], tuple] = {}
 
 def steps(model: str, batch: int, plan: dict, count: int = 2) -> shoestring.training.apply.LeanTask:
     """Builds the model straight into its lean form and runs `count` steps: what the heap meter measures."""
-    task = shoestring.builtin(model, batch=batch, device="meta")
+    task = builtin(model, batch)
     # The batch is made in the warm-up and stays: data is not the training's memory.
     task = task.with_(batch=_batches.setdefault((model, batch), task.batch))
     lean = build(task, plan)
     for _ in range(count):
         lean.step(task.batch)
     return lean
+
+
+def builtin(model: str, batch: int) -> shoestring.Task:
+    """A task whose model has no memory yet; a batch of sentences is counted in tokens."""
+    sizes = {"tokens": batch} if model.startswith("dynamicconv") else {"batch": batch}
+    return shoestring.builtin(model, device="meta", **sizes)
 
 
 def build(task: shoestring.Task, plan: dict) -> shoestring.training.apply.LeanTask:
@@ -56,13 +62,13 @@ def heap(model: str, batch: int, plan: dict) -> int:
 
 def times(model: str, batch: int, plans: list[dict], repeats: int) -> list[float]:
     """Median seconds of a step for each plan, their steps interleaved."""
-    task = shoestring.builtin(model, batch=batch)
-    leans = [build(shoestring.builtin(model, batch=batch, device="meta"), plan) for plan in plans]
+    data = builtin(model, batch).batch
+    leans = [build(builtin(model, batch), plan) for plan in plans]
     seconds: list[list[float]] = [[] for _ in plans]
     for repeat in range(repeats + 1):
         for lean, taken in zip(leans, seconds, strict=True):
             start = time.perf_counter()
-            lean.step(task.batch)
+            lean.step(data)
             if repeat:
                 taken.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in seconds]
