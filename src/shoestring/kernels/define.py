@@ -4,9 +4,9 @@
 
 makes `torch.ops.shoestring.pack_bits`. On the CPU it runs `compiled` where the core is loaded, elsewhere the
 twin; there is no other fallback. What `define` returns skips PyTorch's dispatcher where nobody listens there: a lean
-step makes thousands of calls, and the way through it costs more than many a kernel. `fake` allocates what the op allocates, its scratch included: what it drops before
-it returns is the op's scratch, and `scratch_of` tells it to the profiler. Gradients are given by autograd functions
-around ops.
+step makes thousands of calls, and the way through it costs more than many a kernel. `fake` allocates what the op
+allocates, its scratch included: what it drops before it returns is the op's scratch, and `scratch_of` tells it to the
+profiler. Gradients are given by autograd functions around ops.
 """
 
 import weakref

@@ -19,7 +19,6 @@ from .define import define
 from .sparse_index import bitmap_bytes
 from .storage import address, code, float32
 
-
 Sizes = tuple[int, ...]
 
 

@@ -76,12 +76,8 @@ def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
     """
 
     def suits(args) -> bool:
-        if core is None:
-            return False
-        for a in args:
-            if isinstance(a, Tensor) and (a.dtype == torch.float64 or not a.is_cpu):
-                return False
-        return True
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        return core is not None and all(a.dtype != torch.float64 and a.is_cpu for a in tensors)
 
     def compiled(*args):
         return body(_run, *args) if suits(args) else twin(*args)
@@ -93,7 +89,7 @@ def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
 
 
 def _run(kernel: Callable, *args) -> None:
-    kernel(*(0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in args))
+    kernel(*[0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in args])
 
 
 def _skip(kernel: Callable, *args) -> None:

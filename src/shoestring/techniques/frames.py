@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
+from torch._C import DisableTorchFunction, _len_torch_dispatch_stack
 from torch._guards import active_fake_mode
 from torch.utils import _pytree as pytree
 
@@ -60,7 +60,11 @@ class _Argument:
         self.kept: Kept | Tensor = keep_input(tensor) if tensor.requires_grad else tensor
 
     def take(self) -> Tensor:
-        return self.kept if isinstance(self.kept, Tensor) else self.kept.take().detach().requires_grad_()
+        if isinstance(self.kept, Tensor):
+            return self.kept
+        tensor = self.kept.take()
+        with DisableTorchFunction():
+            return tensor.detach().requires_grad_()
 
 
 class _Call(NamedTuple):
@@ -95,25 +99,30 @@ class Frame:
     # -- the first run ------------------------------------------------------------------------------------------
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs `function` as the next call of the region, keeping nothing of what it saves."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        written = [self._write_down(leaf) for leaf in leaves]
-        entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
-                   if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
-        del leaves
-        state = _State()
+        with DisableTorchFunction():  # the region's own looks at tensors are no calls of the model
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            written = [self._write_down(leaf) for leaf in leaves]
+            entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
+                       if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
+            del leaves
+            state = _State()
         with keeping(self._ticket):
             output = function(*args, **kwargs)
-        state.forget_if_unused()
+        with DisableTorchFunction():
+            state.forget_if_unused()
+            self._check_unchanged(entered)
+            for number, leaf in enumerate(pytree.tree_leaves(output)):
+                if isinstance(leaf, Tensor):
+                    self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
+        self.calls.append(_Call(function, written, spec, state))
+        return output
+
+    def _check_unchanged(self, entered: list[tuple[Tensor, int]]) -> None:
         if any(leaf._version != version for leaf, version in entered):
             raise ShoestringError(
                 f"{self.name} changes its input in place, so it cannot be run again from it: write x = x + y in place "
                 "of x += y there (also relu_, ...), or leave it out of checkpointing"
             )
-        for number, leaf in enumerate(pytree.tree_leaves(output)):
-            if isinstance(leaf, Tensor):
-                self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
-        self.calls.append(_Call(function, written, spec, state))
-        return output
 
     def place(self, leaf: Any) -> _Place | None:
         """Which call of this region made the tensor, if one did."""
@@ -202,11 +211,12 @@ _NOTHING = _Nothing()
 
 def _fingerprint(tensor: Tensor) -> Tensor | None:
     """At most 16 values spread over a tensor; None where there are no values."""
-    if tensor.numel() == 0 or is_traced():
-        return None
-    flat = tensor.detach() if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)].contiguous()
-    count = min(16, flat.numel())
-    return flat.as_strided((count,), (flat.numel() // count,)).clone()
+    with DisableTorchFunction():
+        if tensor.numel() == 0 or is_traced():
+            return None
+        flat = tensor.detach() if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)].contiguous()
+        count = min(16, flat.numel())
+        return flat.as_strided((count,), (flat.numel() // count,)).clone()
 
 
 def is_traced() -> bool:

@@ -125,7 +125,7 @@ class LeanRun(TorchFunctionMode):
         self.fused = {id(weights[name]) for name in conv} if lean.fuse and lean.products else set()
         self.activated = {id(weights[name]) for name in conv | relu} - self.fused if lean.fuse else set()
         self.names = {id(parameter): name for name, parameter in weights.items()}
-        self.counters = {id(m.num_batches_tracked) for m in model.modules() if hasattr(m, "num_batches_tracked")}
+        self.counters = {id(m._buffers.get("num_batches_tracked")) for m in model.modules()} - {id(None)}
         self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
         self.nans: dict[tuple, Tensor] = {}
         self.pending: dict[int, tuple[Tensor, _Pending]] = {}
