@@ -1,6 +1,6 @@
 """Milliseconds per million parameters of one optimizer update, ours beside torch.optim and, where installed, peers.
 
-    python benchmarks/optimizer_update.py [--numel 4000000] [--repeats 15] [--json FILE]
+    python benchmarks/optimizer_update.py [--numel 4096000] [--repeats 15] [--json FILE]
 
 All contenders update their own copy of one FP32 weight with the same gradients, in turn, in one process, so that all
 meet the same noise. bitsandbytes and torchao take part where they can be imported and have a path for this CPU;
@@ -22,6 +22,7 @@ from shoestring.techniques.factored import SM3, Adafactor
 from shoestring.techniques.lean_optimizer import Lean
 
 Maker = Callable[[Iterable[nn.Parameter]], Any]
+COLUMNS = 1024
 ADAM, MOMENTUM = Adam(lr=1e-3), SGD(lr=1e-3, momentum=0.9)
 
 
@@ -98,13 +99,14 @@ def measure(numel: int, repeats: int, threads: int) -> dict[str, dict[str, Any]]
     """-> for each contender the least and the median milliseconds per million parameters, or why there are none."""
     torch.set_num_threads(threads)
     generator = torch.Generator().manual_seed(0)
-    start, gradient = (torch.randn(numel, generator=generator) for _ in range(2))
+    shape = (numel // COLUMNS, COLUMNS)  # a matrix: SM3 and Adafactor keep a number a row and a column
+    start, gradient = (torch.randn(shape, generator=generator) for _ in range(2))
     taking_part = {name: Contender(make, start, gradient * 1e-2) for name, make in contenders().items()}
     for _ in range(repeats):
         for contender in taking_part.values():
             if not contender.reason:
                 contender.update()
-    return {name: result(contender, numel) for name, contender in taking_part.items()}
+    return {name: result(contender, start.numel()) for name, contender in taking_part.items()}
 
 
 def result(contender: Contender, numel: int) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def result(contender: Contender, numel: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--numel", type=int, default=4_000_000)
+    parser.add_argument("--numel", type=int, default=4_096_000)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--json")
     args = parser.parse_args()

@@ -181,13 +181,14 @@ class LeanOptimizer(torch.optim.Optimizer):
 
 def refuse_using_up(clip: float | None, scaling: Any) -> None:
     """Raises where a step must see all its gradients before it may use one, with the reason."""
+    if reason := why_gradients_stay(clip, scaling):
+        raise ShoestringError(f"gradients cannot be used up as they are made, for {reason}, or keep gradients")
+
+
+def why_gradients_stay(clip: float | None, scaling: Any) -> str | None:
+    """Clipping and the loss scale of a task -> what needs all gradients at once and what to do; None if nothing."""
     if clip is not None:
-        raise ShoestringError(
-            f"gradients cannot be used up as they are made, for clipping to {clip:g} needs the norm of all: "
-            "leave out clipping, or keep gradients"
-        )
-    if scaling is not None:
-        raise ShoestringError(
-            "gradients cannot be used up as they are made, for a loss scale must see that all are finite before any "
-            "weight changes: use bf16 or fp32, or keep gradients"
-        )
+        return f"clipping to {clip:g} needs the norm of all: leave out clipping"
+    if scaling is not None and not getattr(scaling, "is_fixed", False):
+        return "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
+    return None

@@ -6,7 +6,7 @@ their operands for the one call (`Widened`). FP16 comes with dynamic loss scalin
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from .blocks import patched
 from .lean import with_lean
 from .lean_optimizer import lean_update
 from .risk import Risk
-from .scaling import Scaling
+from .scaling import WATCH, Scaling
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NORMS = (
@@ -49,7 +49,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(
         contexts=(*task.contexts, Entry(dtype)),
         optimizer=lean_update(task.optimizer, state=settings.form),
-        scaling=Scaling() if dtype == torch.float16 else None,
+        scaling=Scaling() if dtype == torch.float16 else WATCH,
         settings=task.settings | {"precision": settings.form},
     )
 
@@ -65,29 +65,37 @@ def risk(task: Task, form: str) -> Risk:
 
 
 def check_convertible(model: nn.Module, dtype: torch.dtype) -> None:
-    """Refuses parameters that 16 bits cannot hold, with the name, the number and the range; nothing is copied."""
-    limit = torch.finfo(dtype).max
-    for name, parameter in converted_parameters(model):
+    """Refuses parameters and buffers that 16 bits cannot hold, with name, number and range; no parameter is copied."""
+    for name, parameter in converted(model, nn.Module.named_parameters):
         if not parameter.is_floating_point():
             raise ShoestringError(
                 f"parameter {name} is {parameter.dtype}, which has no 16-bit form: make it a buffer, or use fp32"
             )
-        if parameter.is_meta or not parameter.numel():
-            continue
-        lowest, highest = (float(value) for value in torch.aminmax(parameter.detach()))
-        if not -limit <= lowest <= highest <= limit:  # NaN too is not between
-            worst = lowest if -lowest > highest else highest
-            raise ShoestringError(
-                f"parameter {name} has a value of {worst:.5g}, and {dtype} holds -{limit:.5g} to {limit:.5g}: "
-                "look where it comes from, or use bf16 or fp32"
-            )
+        check_range(f"parameter {name}", parameter.detach(), dtype)
+    for name, buffer in converted(model, nn.Module.named_buffers):
+        if buffer.is_floating_point():
+            check_range(f"buffer {name}", buffer.masked_fill(buffer.isinf(), 0), dtype)  # a mask may have -inf
 
 
-def converted_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that become 16 bits, with their names: all but those of normalisation."""
+def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
+    """Refuses values beyond those of a dtype."""
+    if values.is_meta or not values.numel():
+        return
+    limit = torch.finfo(dtype).max
+    lowest, highest = (float(value) for value in torch.aminmax(values))
+    if not -limit <= lowest <= highest <= limit:  # NaN too is not between
+        worst = lowest if -lowest > highest else highest
+        raise ShoestringError(
+            f"{what} has a value of {worst:.5g}, and {dtype} holds -{limit:.5g} to {limit:.5g}: "
+            "look where it comes from, or use bf16 or fp32"
+        )
+
+
+def converted(model: nn.Module, named: Callable[..., Iterator]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, or buffers, that become 16 bits, with their names: all but those of normalisation."""
     for prefix, module in model.named_modules():
         if not isinstance(module, NORMS):
-            yield from module.named_parameters(prefix, recurse=False)
+            yield from named(module, prefix, recurse=False)
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:

@@ -2,6 +2,7 @@
 
 A step whose gradients overflow is skipped and the scale halved; after enough good steps it doubles. At its floor,
 where a smaller scale can no longer be the cure, the run stops and names the layer. (Micikevicius et al. 2018.)
+Where no scale is needed, `WATCH` keeps the same watch: nothing that is not finite reaches a weight or a momentum.
 
     task = task.with_(scaling=Scaling())
 """
@@ -35,6 +36,13 @@ class Scaling:
     def __call__(self) -> "LossScale":
         return LossScale(self)
 
+    @property
+    def is_fixed(self) -> bool:
+        return self.floor == self.ceiling
+
+
+WATCH = Scaling(initial=1.0, floor=1.0, ceiling=1.0)
+
 
 class LossScale:
     """The loss scale of a run, `value`, as its steps went so far."""
@@ -67,6 +75,11 @@ class LossScale:
 
     def _shrink(self, layer: str) -> None:
         self.good_steps, self.skipped = 0, self.skipped + 1
+        if self.settings.is_fixed:
+            raise Diverged(
+                f"the gradient of {layer} is not finite (the weights are as before): look at the batch, lower the "
+                "learning rate, or clip the gradients"
+            )
         if self.value / 2 < self.settings.floor:
             raise Diverged(
                 f"the gradient of {layer} is not finite even at a loss scale of {self.value:g}, the floor, after "
@@ -76,14 +89,15 @@ class LossScale:
         self.value /= 2
 
     def _words_for(self, loss: float) -> str:
+        narrow = not self.settings.is_fixed
         if not self.updates:
             return (
                 f"the loss is {loss} before the first update: look for values in the batch or the weights that "
-                "are not finite, or too large for FP16 (65,504), or use bf16"
+                f"are not finite{', or too large for FP16 (65,504), or use bf16' if narrow else ''}"
             )
         return (
             f"the loss is {loss} after {self.updates:,} updates (the weights are as the last one left them): lower "
-            "the learning rate, clip the gradients, or use bf16"
+            f"the learning rate, {'clip the gradients, or use bf16' if narrow else 'or clip the gradients'}"
         )
 
     def state(self) -> dict[str, Any]:
@@ -97,6 +111,11 @@ class LossScale:
 def first_overflow(model: nn.Module) -> str | None:
     """The first parameter, in the order of the backward pass, whose gradient is not finite; None if all are."""
     for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.grad is not None and not all_finite(parameter.grad):
+        if parameter.grad is not None and not all_finite(_values(parameter.grad)):
             return name
     return None
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; an embedding's may be a sparse one."""
+    return gradient._values() if gradient.is_sparse else gradient
