@@ -79,10 +79,20 @@ PLANS = {
     "microbatch by tokens": (("dynamicconv",), Plan(microbatch=180)),
     "residual-2*, microbatch": (("wrn", "gpt"), Plan(checkpoint="residual-2*", microbatch=4)),
     "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=180)),
+    "fp16": (("wrn", "vit", "gpt", "unet"), Plan(precision="fp16")),
+    "bf16": (("wrn", "mlp"), Plan(precision="bf16")),
+    "fp16, residual-2*, microbatch": (("wrn",), Plan(precision="fp16", checkpoint="residual-2*", microbatch=4)),
+    "fp16, residual-1, microbatch by tokens": (
+        ("dynamicconv",),
+        Plan(precision="fp16", checkpoint="residual-1", microbatch=180),
+    ),
+    "8bit": (("wrn", "gpt"), Plan(optimizer="8bit")),
+    "no-gradient": (("wrn", "gpt"), Plan(optimizer="no-gradient")),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
 APPROXIMATE = ("half",)
-EXACT_CELLS = [cell for cell in CELLS if cell[1] not in APPROXIMATE]
+NARROW = ("fp16", "bf16", "8bit", "no-gradient")  # other types, or no gradients left to compare: see their own tests
+EXACT_CELLS = [cell for cell in CELLS if cell[1].split(",")[0] not in (*APPROXIMATE, *NARROW)]
 
 
 def task(model: str) -> Task:
