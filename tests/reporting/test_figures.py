@@ -84,9 +84,9 @@ def test_the_error_is_relative_to_the_measurement():
 def test_the_table_has_a_row_a_model_and_aligned_columns():
     lines = comparison_table(ROWS).splitlines()
     assert len({len(line) for line in lines}) == 1
-    assert lines[2].split("|")[4].strip() == "+0.00%"
+    assert lines[2].split("|")[4].strip() == "+0.000%"
     assert [cell.strip() for cell in lines[3].split("|")[1:-1]] == [
-        "large", "2.020 GB", "2.000 GB", "+1.00%", "90.00 MB", "100.0 MB", "-10.00%"
+        "large", "2.020 GB", "2.000 GB", "+1.000%", "90.00 MB", "100.0 MB", "-10.000%"
     ]  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def _cells(predicted: int | None, measured: int | None) -> list[str]:
     """Two sizes -> themselves and the relative error, in words; unknown is left empty."""
     if predicted is None or measured is None:
         return ["", "", ""]
-    error = f"{predicted / measured - 1:+.2%}" if measured else ""
+    error = f"{predicted / measured - 1:+.3%}" if measured else ""
     return [format_bytes(predicted), format_bytes(measured), error]
 
 

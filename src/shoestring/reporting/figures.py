@@ -81,9 +81,12 @@ def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, mea
 
 def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float = 0.01) -> None:
     """Rows -> predicted and measured peaks side by side, and the errors against the promised band."""
-    with _figure(path, 9.5, 0.9 + 0.32 * len(rows)) as figure:
+    names = 0.2 + 0.07 * max(len(row.name.strip()) for row in rows)  # inches that the longest name takes
+    width = names + 7.9
+    with _figure(path, width, 0.9 + 0.32 * len(rows)) as figure:
         edge = 0.4 / figure.get_figheight()
-        left, right = (figure.add_axes((x, edge, w, 1 - 2.1 * edge)) for x, w in ((0.17, 0.44), (0.66, 0.26)))
+        places = ((names, 4.2), (names + 4.7, 2.5))
+        left, right = (figure.add_axes((x / width, edge, w / width, 1 - 2.1 * edge)) for x, w in places)
         _peaks(left, rows)
         _errors(right, rows, band)
 
@@ -245,7 +248,7 @@ def _errors(axes: "Axes", rows: Sequence[Comparison], band: float) -> None:
     for place, row in enumerate(rows):
         axes.plot([0, row.error], [place, place], color=ACCENT, lw=1.6)
         axes.plot(row.error, place, "o", color=ACCENT, ms=5.5)
-        axes.annotate(f"{row.error:+.2%}", (reach, place), (3, 0), textcoords="offset points", **_NUMBER)
+        axes.annotate(f"{row.error:+.3%}", (reach, place), (3, 0), textcoords="offset points", **_NUMBER)
     axes.set(xlim=(-reach, reach), xticks=(-band, 0, band), yticks=range(len(rows)), yticklabels=[])
     axes.xaxis.set_major_formatter(lambda error, _: f"{error:+.0%}" if error else "0")
     axes.set_title(f"Error, and the promised {band:.0%}", loc="left", size=10, weight="bold")
