@@ -1,5 +1,7 @@
 """The DynamicConv Transformer: the recipe's size, exact causality, and padding that changes nothing."""
 
+import copy
+
 import pytest
 import torch
 
@@ -58,6 +60,21 @@ def test_a_layer_with_equal_kernel_weights_is_a_moving_average():
     torch.nn.init.zeros_(layer.kernels.weight)
     x = torch.randn(1, 5, 4)
     torch.testing.assert_close(layer(x)[:, 2:], (x[:, :-2] + x[:, 1:-1] + x[:, 2:]) / 3)
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_in_16_bits_a_layer_without_a_band_matrix_gives_the_same(causal, dtype, error):
+    wide = DynamicConv(16, size=5, heads=2, causal=causal, dropout=0.0)
+    x = torch.randn(2, 9, 16)
+    results = []
+    for kind in (torch.float32, dtype):
+        layer, values = copy.deepcopy(wide).to(kind), x.to(kind, copy=True).requires_grad_()
+        out = layer(values)
+        out.float().square().sum().backward()
+        results.append([t.float() for t in (out, values.grad, layer.kernels.weight.grad)])
+    for found, wanted in zip(*results, strict=True):
+        assert (found - wanted).abs().max() < error * wanted.abs().max()
 
 
 def test_every_head_has_its_own_kernel_and_channels():

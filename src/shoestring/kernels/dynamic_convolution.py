@@ -5,10 +5,15 @@
 Maps are [batch, length, heads, channels] and kernels [batch, length, heads, size], of one dtype: FP32, FP16 or BF16
 with FP32 sums; FP64 runs the twin. There is no scratch, where a band matrix would hold length x (length + size)
 elements a head, and unfolding `size` copies of x. `left` is size - 1 for causal kernels, size // 2 for centred ones.
+
+    y = windowed(x, kernels, left)      # with autograd; the three passes are functions of their own
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..errors import ShoestringError
 from . import reference_dynamic
@@ -81,3 +86,23 @@ def dynamic_convolution_kernel_gradient(grad_y: Tensor, x: Tensor, size: int, le
     """The gradient of out, x and the kernels' size -> the gradient of the kernels, [N, T, H, size]."""
     _check(grad_y, x, 4, size, left)
     return _kernel_gradient_op(grad_y, x, size, left)
+
+
+class _Windowed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: Tensor, left: int) -> Tensor:
+        ctx.save_for_backward(x, kernels)
+        ctx.left = left
+        return dynamic_convolution_forward(x, kernels, left)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> Any:
+        x, kernels = ctx.saved_tensors
+        grad_x = dynamic_convolution_input_gradient(grad_y, kernels, ctx.left)
+        return grad_x, dynamic_convolution_kernel_gradient(grad_y, x, kernels.shape[3], ctx.left), None
+
+
+def windowed(x: Tensor, kernels: Tensor, left: int) -> Tensor:
+    """Dynamic convolution that autograd goes through: keeps x and the kernels, and makes no band matrix."""
+    return _Windowed.apply(x, kernels, left)

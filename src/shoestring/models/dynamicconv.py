@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import ShoestringError
+from ..kernels.dynamic_convolution import windowed
 from .layers import XavierLinear
 
 BOS, PAD, EOS, UNKNOWN = range(4)
@@ -73,8 +74,10 @@ class DynamicConv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         kernels = self.kernels(x).unflatten(2, (self.heads, self.size))
-        kernels = self.dropout(kernels.softmax(3))
-        out = dynamic_convolution(by_head(x.unflatten(2, (self.heads, -1))), by_head(kernels), self.left)
+        kernels, values = self.dropout(kernels.softmax(3)), x.unflatten(2, (self.heads, -1))
+        if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":  # where 16-bit products are slow
+            return windowed(values, kernels, self.left).flatten(2)
+        out = dynamic_convolution(by_head(values), by_head(kernels), self.left)
         return out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
 
 
