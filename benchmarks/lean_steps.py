@@ -5,15 +5,18 @@
     python benchmarks/lean_steps.py --heap --plan checkpoint=residual-2* microbatch=10
 
 The heap figure is what the process allocates above its state after a warm-up of the same configuration, model building
-included and the batch not: it is in place before.
+included and the batch not: it is in place before. `pytorch` rows are PyTorch alone: channels_last, or
+torch.utils.checkpoint around each block.
 """
 
 import argparse
 import json
 import statistics
 import time
+from functools import partial
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import shoestring
 import shoestring.training.apply
@@ -23,6 +26,8 @@ from shoestring.units import format_bytes
 
 PLANS = (
     {},
+    {"pytorch": "channels_last"},
+    {"pytorch": "checkpoint"},
     {"checkpoint": "no-bn"},
     {"checkpoint": "residual-1"},
     {"checkpoint": "residual-1*"},
@@ -51,8 +56,14 @@ def builtin(model: str, batch: int) -> shoestring.Task:
 
 
 def build(task: shoestring.Task, plan: dict) -> shoestring.training.apply.LeanTask:
-    lean = shoestring.apply(task, shoestring.Plan(**plan))
+    """A task on the meta device -> the task under the plan, or as a user of PyTorch alone would change it."""
+    peer = plan.get("pytorch")
+    lean = shoestring.apply(task, shoestring.Plan() if peer else shoestring.Plan(**plan))
     materialise(lean.model)
+    if peer == "channels_last":
+        lean.model.to(memory_format=torch.channels_last)
+    for block in lean.model.blocks if peer == "checkpoint" else []:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return lean
 
 

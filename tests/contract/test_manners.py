@@ -2,17 +2,19 @@
 
 import pytest
 import torch
-from runs import doubled
-from table import PLANS, task
+from runs import astray, doubled, run
+from table import PLANS, STATELESS, lean, task
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from shoestring import ShoestringError, apply
+from shoestring import Plan, ShoestringError, apply
+from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
 from shoestring.phases import current
-from shoestring.techniques import keeping
+from shoestring.techniques import checkpoint, keeping, microbatch, saved
+from shoestring.techniques.sparse_layers import SparseLayer
 from shoestring.training.step import Stepper
 
 ROWS = [(models[0], plan) for plan, (models, _) in PLANS.items()]
@@ -52,50 +54,90 @@ def fail_backward(module, args, output):
 
 def a_layer_inside(model):
     """A layer in the middle of the model: inside a block where it has blocks."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear | SparseLayer)]
     return layers[len(layers) // 2]
 
 
 @pytest.mark.parametrize("fail", [fail_forward, fail_backward])
 @pytest.mark.parametrize(("model", "plan"), ROWS)
 def test_what_is_raised_inside_a_step_leaves_nothing_behind_and_the_next_step_works(model, plan, fail):
-    lean = apply(task(model), PLANS[plan][1])
-    before = traces(lean.model)
-    with a_layer_inside(lean.model).register_forward_hook(fail), pytest.raises(Broken):
-        lean.step(lean.task.batch)
-    assert traces(lean.model) == before
-    assert all(p.grad is None for p in lean.model.parameters())
-    assert torch.isfinite(lean.step(lean.task.batch))
-    assert traces(lean.model) == before
+    stepper = Stepper(lean(model, plan))
+    model, batch = stepper.task.model, stepper.task.batch
+    before = traces(model)
+    with a_layer_inside(model).register_forward_hook(fail), pytest.raises(Broken):
+        stepper.step(batch)
+    assert traces(model) == before
+    assert all(p.grad is None for p in model.parameters())
+    if fail is fail_backward and "no-gradient" in plan:  # some weights are updated already, and it says so
+        with pytest.raises(ShoestringError, match="between two updates"):
+            stepper.step(batch)
+    else:
+        assert torch.isfinite(stepper.step(batch))
+    assert traces(model) == before
 
 
 @pytest.mark.parametrize(("model", "plan"), ROWS)
-def test_between_steps_the_model_is_a_plain_module(model, plan):
-    plain = task(model)
-    before = traces(plain.model)
-    lean = apply(plain, PLANS[plan][1])
+def test_a_plan_changes_neither_the_task_it_was_given_nor_its_modules_between_steps(model, plan):
+    given, settings = task(model), PLANS[plan][1]
+    contexts, split, words, before = given.contexts, given.split, dict(given.settings), traces(given.model)
+    lean = apply(given, settings)
+    assert (given.contexts, given.split, given.settings) == (contexts, split, words)
+    if settings.nonzero:  # its layers are other modules
+        before = traces(lean.model)
     assert traces(lean.model) == before
     lean.step(lean.task.batch)
     assert traces(lean.model) == before
     assert current() == Phase.BUILD
 
 
-@pytest.mark.parametrize(("model", "plan"), [row for row in ROWS if PLANS[row[1]][1].microbatch is None])
+def keeps_less(plan):
+    """Whether a plan keeps saved tensors in forms of its own, which it gives back once."""
+    settings = PLANS[plan][1]
+    return bool(settings.checkpoint or settings.keep or settings.precision) and settings.microbatch is None
+
+
+@pytest.mark.parametrize(("model", "plan"), [row for row in ROWS if keeps_less(row[1])])
 def test_a_second_backward_pass_is_refused(model, plan):
-    lean = apply(task(model), PLANS[plan][1]).task
+    task = lean(model, plan)
 
     def twice(model, batch):
-        loss = lean.loss(model, batch)
+        loss = task.loss(model, batch)
         loss.backward(retain_graph=True)
         return loss
 
     with pytest.raises(ShoestringError, match="asked for a second time"):
-        Stepper(lean.with_(loss=twice)).step(lean.batch)
+        Stepper(task.with_(loss=twice)).step(task.batch)
 
 
-@pytest.mark.parametrize(("model", "plan"), ROWS)
-def test_a_plan_that_is_applied_does_not_change_the_task_it_was_given(model, plan):
-    given = doubled(task(model))
-    contexts, split, settings = given.contexts, given.split, dict(given.settings)
-    apply(given, PLANS[plan][1])
-    assert (given.contexts, given.split, given.settings) == (contexts, split, settings)
+NO_EFFECT = {
+    "checkpoint none": ("wrn", checkpoint.apply, checkpoint.Settings("none")),
+    "a microbatch of the whole batch": ("wrn", microbatch.apply, microbatch.Settings(12)),
+    "nothing that the rules of keep take": ("wrn", saved.apply, saved.parse("fc=disk")),
+    "masks without ReLU or dropout": ("vit", saved.apply, saved.parse("masks")),
+}
+
+
+@pytest.mark.parametrize("what", NO_EFFECT)
+def test_what_would_change_nothing_says_so(what):
+    model, act, settings = NO_EFFECT[what]
+    with pytest.raises(NoEffect, match=r"leave (it )?out"):
+        act(task(model), settings)
+
+
+@pytest.mark.parametrize("again", [Plan(checkpoint="residual-1"), Plan(checkpoint="every-3"), Plan(keep="disk")])
+def test_a_plan_on_top_of_a_plan_is_still_exact(again):
+    plain = run(doubled(task("gpt")))
+    first = apply(doubled(task("gpt")), Plan(checkpoint="residual-2*"))
+    second = apply(first.task, again)
+    assert second.task.settings == {"checkpoint": "residual-2*"} | again.techniques()
+    assert astray(run(second.task), plain) < 1e-9
+
+
+def test_two_tasks_of_one_model_take_turns():
+    given = doubled(task("wrn"))
+    plain, leans = doubled(task("wrn")), [apply(given, PLANS[plan][1]) for plan in ("residual-1", "no-bn", "disk")]
+    expected = Stepper(plain.with_(optimizer=STATELESS))
+    for each in leans:
+        torch.testing.assert_close(
+            Stepper(each.task.with_(optimizer=STATELESS)).step(given.batch), expected.step(given.batch)
+        )

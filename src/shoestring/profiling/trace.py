@@ -39,6 +39,7 @@ class Tracer(TorchDispatchMode):
         self.flops: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self.unseen: dict[str, None] = {}
         self.workspace = workspace or {}
+        self._draws = 0
         self._calls: dict[Any, Signature] = {}  # distinct calls, in order of appearance
         self._numbers: dict[int, int] = {}  # storage -> its number in the ledger
         self._watches: dict[int, weakref.ref] = {}
@@ -78,6 +79,9 @@ class Tracer(TorchDispatchMode):
         for tensor in _tensors([out]):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
         self.flops[phase] += flops_of(func, args, kwargs, out)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws += 1  # a fake draws nothing, but who keeps the generator's state must see that it went on
+            torch.default_generator.manual_seed(self._draws)
         if scratch:
             self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
         return out

@@ -70,11 +70,15 @@ def check(strategy: str) -> None:
 
 
 def apply(task: Task, settings: Settings) -> Task:
-    """A task -> the same task that keeps less of its activations; the numbers it computes are the same."""
+    """A task -> the same task that keeps less of its activations; the numbers it computes are the same.
+
+    A strategy takes the place of one that the task had.
+    """
     check(settings.strategy)
     if settings.strategy == "none":
         raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
-    task = _with_strategy(task, settings)
+    others = tuple(context for context in task.contexts if not isinstance(context, Regions))
+    task = _with_strategy(task.with_(contexts=others), settings)
     return task.with_(settings=task.settings | {"checkpoint": settings.strategy})
 
 
@@ -83,18 +87,18 @@ def _with_strategy(task: Task, settings: Settings) -> Task:
     if strategy == "no-bn":
         return _without_norms(task)
     if optimal := _OPTIMAL.fullmatch(strategy):
-        task = with_lean(task, fuse=True)[0]
+        task = with_lean(task, fuse=True, every=0)[0]
         groups = optimal_groups(task, _runs(task.model, settings), parse_bytes(optimal[1]) if optimal[1] else None)
         return _with_regions(task, groups)
     kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
     if kind == "every":
         return with_lean(task, fuse=False, every=int(number))[0]
     groups = equal_groups(_runs(task.model, settings), int(number), bool(star))
-    return _with_regions(with_lean(task, fuse=bool(star))[0], groups)
+    return _with_regions(with_lean(task, fuse=bool(star), every=0)[0], groups)
 
 
 def _without_norms(task: Task) -> Task:
-    task, patterns = with_lean(task, fuse=True)
+    task, patterns = with_lean(task, fuse=True, every=0)
     if not patterns.norms:
         raise ShoestringError(
             f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C import DisableTorchFunction, _len_torch_dispatch_stack
 from torch._guards import active_fake_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ShoestringError
 from ..ledger import Phase
@@ -233,14 +234,15 @@ class _State:
     """Random state and autocast as they were before a call."""
 
     def __init__(self) -> None:
-        # Fake tensors have no values: a trace draws no random numbers and needs no state.
-        self.random: Tensor | None = None if is_traced() else torch.get_rng_state()
+        self.random: Tensor | None = torch.get_rng_state()
         self.autocast = _autocast()
 
     def forget_if_unused(self) -> None:
         """Drops the state (5 KB) where the call drew no random number."""
-        if self.random is not None and torch.equal(self.random, torch.get_rng_state()):
-            self.random = None
+        # A trace has no values, but the generator's state is real there too.
+        with _disable_current_modes() if is_traced() else nullcontext():
+            if torch.equal(self.random, torch.get_rng_state()):
+                self.random = None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -248,10 +250,13 @@ class _State:
             yield
             return
         enabled, dtype = self.autocast
-        with torch.autocast("cpu", dtype=dtype, enabled=enabled), torch.random.fork_rng([], self.random is not None):
-            if self.random is not None:
-                torch.set_rng_state(self.random)
-            yield
+        now = torch.get_rng_state()
+        try:
+            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
+                torch.set_rng_state(now if self.random is None else self.random)
+                yield
+        finally:
+            torch.set_rng_state(now)
 
 
 def _autocast() -> tuple[bool, torch.dtype]:
