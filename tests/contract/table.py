@@ -50,7 +50,7 @@ def unet() -> Task:
 
 
 def gpt() -> Task:
-    model = zoo.Causal(vocabulary=100, width=64, depth=3)
+    model = zoo.Causal(vocabulary=100, width=64, depth=2)
     return Task(model, zoo.predict_tokens, zoo.tokens(6, 32, 100), zoo.Adam(), name="gpt")
 
 
@@ -79,9 +79,9 @@ PLANS = {
     "masks": (("dynamicconv", "mlp"), Plan(keep="masks")),
     "residual-1, disk": (("wrn", "gpt", "dynamicconv"), Plan(checkpoint="residual-1", keep="disk")),
     "microbatch": (IMAGES, Plan(microbatch=5)),
-    "microbatch by tokens": (("dynamicconv",), Plan(microbatch=120)),
+    "microbatch by tokens": (("dynamicconv",), Plan(microbatch=160)),
     "residual-2*, microbatch": (("wrn", "gpt"), Plan(checkpoint="residual-2*", microbatch=4)),
-    "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=120)),
+    "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=160)),
     "no-gradient": (("resnet", "gpt"), Plan(optimizer="no-gradient")),
     "8bit": (("wrn", "gpt"), Plan(optimizer="8bit")),
     "8bit, no-gradient": (("gpt",), Plan(optimizer="8bit+no-gradient")),
