@@ -57,7 +57,7 @@ struct Axis {
   }
 };
 
-constexpr int64_t TILE_VECTORS = 8, SOURCE_BYTES = 96 << 10, CACHE_BYTES = 26 << 10;
+constexpr int64_t TILE_VECTORS = 8, SOURCE_BYTES = 40 << 10, CACHE_BYTES = 26 << 10;
 
 // The layout of the source in scratch. Two forms:
 // whole rows (row_vectors 1-8): a row is padded to whole vectors, a tile is one or more rows, and the one-pixel shifts
