@@ -427,3 +427,14 @@ def test_a_damaged_index_is_refused(damage, words):
     damage(state)
     with pytest.raises(ShoestringError, match=words):
         model.load_state_dict(state)
+
+
+def test_only_densities_and_layers_with_evidence_are_called_neutral():
+    convolutional, transformer = (builtin(name, batch=1, device="meta") for name in ("wrn-10-1", "vit-tiny"))
+    assert [sparsity.risk(convolutional, nonzero) for nonzero in (50, 30, 20)] == [1, 1, 2]
+    assert sparsity.risk(transformer, 50) == 2
+
+
+def test_the_planner_tries_no_sparsity_where_no_layer_can_be_sparse():
+    task = builtin("wrn-10-1", batch=1, device="meta").with_(model=nn.ReLU())
+    assert sparsity.options(task) == []

@@ -1,6 +1,7 @@
 """Sparsity: weights, gradients and optimizer state exist at the nonzeros only, and are rewired as training goes on.
 
-Approximate: the paper's section 3.1 loses under 0.5 points of accuracy down to 20% nonzeros of WRN-28-2.
+Risk: from 30% nonzeros on, in convolutions, it is neutral: the paper's Table 3 has 93.95 ± 0.18% of WRN-28-2 with 30%
+beside 94.28 ± 0.17% without, twice the spread of the seeds. Below, and in other layers, quality is traded for memory.
 """
 
 import copy
@@ -13,6 +14,7 @@ from ..task import Task
 from .dense_form import check_nonzero, from_dense
 from .rewiring import METHODS, Rewiring, Schedule
 from .risk import Risk
+from .selection import select
 from .sparse_layers import SparseConv2d, SparseLayer
 
 # Percent of nonzeros -> how many times the default fraction is rewired, and how many times as often: tables 8 and 9.
@@ -41,12 +43,17 @@ class Settings:
 
 
 def options(task: Task) -> list[float]:
-    """Percentages that the planner tries."""
+    """Percentages that the planner tries: none where there is no layer to make sparse."""
+    try:
+        select(task.model)
+    except ShoestringError:
+        return []
     return [50, 40, 30, 20, 10]
 
 
 def risk(task: Task, nonzero: float) -> Risk:
-    return Risk.APPROXIMATE
+    convolutions = all(isinstance(layer, nn.Conv2d) for layer in select(task.model).values())
+    return Risk.NEUTRAL if nonzero >= 30 and convolutions else Risk.APPROXIMATE
 
 
 def apply(task: Task, settings: Settings) -> Task:
