@@ -11,7 +11,6 @@ import argparse
 import json
 import statistics
 import time
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from shoestring.models import materialise
 from shoestring.models.dynamicconv import PAD, DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
 from shoestring.training.apply import LeanTask, apply
-from shoestring.training.evaluate import accuracy, evaluating, mean_loss
+from shoestring.training.evaluate import accuracy, evaluating, mean_loss, within
 from shoestring.training.events import Updated
 from shoestring.training.loop import train
 from shoestring.training.schedules import InverseSqrt, mostafa_wang
@@ -94,9 +93,7 @@ def pairs(precision: str, seed: int, args: argparse.Namespace) -> dict:
 
 
 def test_bleu(lean: LeanTask, corpus) -> float:
-    with evaluating(lean.model), ExitStack() as stack:
-        for context in lean.task.contexts:
-            stack.enter_context(context(lean.model))
+    with evaluating(lean.model), within(lean.task, lean.model):
         texts = translate(lean.model, corpus.test.source, corpus.target, beams=1)
     return bleu(texts, list(corpus.test.references.texts()))
 

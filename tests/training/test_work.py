@@ -6,6 +6,7 @@ from shoestring.data import open_images, open_pairs
 from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
+from shoestring.techniques.lean import lean_run
 from shoestring.training.loop import train
 from shoestring.training.work import CrossEntropy, ids_in, image_work, largest, pair_work, takes_images
 
@@ -48,6 +49,19 @@ def test_translations_are_judged_by_validation_loss_or_bleu(pairs):
     pytest.importorskip("sacrebleu")
     judged = translation(pairs, quality="bleu").under(Plan())
     assert judged.evaluation.name == "BLEU" and judged.evaluation.higher
+
+
+def test_16_bit_models_translate_under_their_contexts(pairs, monkeypatch):
+    pytest.importorskip("sacrebleu")
+    seen = []
+
+    def translate(model, sentences, vocabulary, **settings):
+        seen.append(lean_run())  # fails outside one: products of 16 bits would be PyTorch's, tens of times slower
+        return ["word"] * len(sentences)
+
+    monkeypatch.setattr("shoestring.training.work.translate", translate)
+    lesson = translation(pairs, quality="bleu").under(Plan(precision="fp16"))
+    assert lesson.evaluation(lesson.lean.model) == 0 and seen
 
 
 def test_a_plan_by_sentences_becomes_one_by_tokens_that_holds_as_many(pairs):

@@ -55,6 +55,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def within(task: Task, model: nn.Module) -> Iterator[None]:
+    """The model under the task's contexts, by which 16-bit models are run."""
+    with ExitStack() as stack:
+        for context in task.contexts:
+            stack.enter_context(context(model))
+        yield
+
+
 Score = Callable[[nn.Module, Any], float]  # the sum of a piece's scores, one for each item
 
 
@@ -66,9 +75,7 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
         total, items = 0.0, 0
         for number in range(len(data)):
             for piece in task.split(data.read(0, number)):
-                with ExitStack() as stack:  # 16-bit models are run by their contexts
-                    for context in task.contexts:
-                        stack.enter_context(context(model))
+                with within(task, model):
                     total += score(model, piece)
                 items += task.count(piece)
         if not items:

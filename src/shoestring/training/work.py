@@ -11,7 +11,7 @@ from ..errors import ShoestringError
 from ..planning.plan import Plan
 from ..task import Loss, Task
 from .apply import LeanTask, apply, lean_task
-from .evaluate import Data, Evaluation, accuracy, evaluating, mean_loss
+from .evaluate import Data, Evaluation, accuracy, evaluating, mean_loss, within
 from .search import bleu, translate
 
 
@@ -144,16 +144,17 @@ class PairWork:
         task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
         lean = LeanTask(task.with_(settings=task.settings | {"microbatch": data.microbatch}), plan)
         if self.quality == "bleu":
-            return Lesson(lean, data, self._bleu(data.microbatch), "inverse-sqrt")
+            return Lesson(lean, data, self._bleu(lean.task, data.microbatch), "inverse-sqrt")
         valid = token_batches(self.pairs.valid, self.tokens, plan.microbatch, longest=self.longest)
         return Lesson(lean, data, mean_loss(lean.task, valid), "inverse-sqrt")
 
-    def _bleu(self, tokens: int) -> Evaluation:
+    def _bleu(self, task: Task, tokens: int) -> Evaluation:
         """BLEU of greedy translations of the validation sentences, as many at a time as fit a microbatch."""
-        valid = self.pairs.valid
+        valid, task = self.pairs.valid, task.with_(batch=None)
 
         def measure(model: nn.Module) -> float:
-            texts = translate(model, valid.source, self.pairs.target, beams=1, tokens=tokens)  # type: ignore[arg-type]
+            with within(task, model):
+                texts = translate(model, valid.source, self.pairs.target, beams=1, tokens=tokens)  # type: ignore[arg-type]
             return bleu(texts, list(valid.references.texts()))
 
         return Evaluation("BLEU", measure)
