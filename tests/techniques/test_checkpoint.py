@@ -9,9 +9,11 @@ from runs import distance, doubled, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring import SGD, Plan, ShoestringError, Task, apply, profile
 from shoestring.errors import NoEffect
+from shoestring.ledger import Phase
 from shoestring.techniques import checkpoint
+from shoestring.techniques.lean import with_lean
 
 STRATEGIES = ("residual-1", "residual-1*", "residual-2", "residual-2*", "every-2", "optimal")
 WIDTH = 16
@@ -274,3 +276,29 @@ def test_a_forward_that_is_not_deterministic_is_refused_by_name(strategy, change
     with pytest.raises(ShoestringError, match=r"blocks\.1.* not deterministic; leave it out of checkpointing"):
         for _ in range(3):
             lean.step(lean.task.batch)
+
+
+# -- what a trace and a mode must see -------------------------------------------------------------------------------
+def test_the_random_state_that_each_drawing_region_keeps_is_in_the_profile():
+    def states(inside):
+        lean = apply(task(lambda: Chain([Block(inside) for _ in range(3)])), Plan(checkpoint="residual-1")).task
+        found = profile(lean, steps=1)
+        start = next(e.born for e in found.ledger.entries if e.phase == Phase.BACKWARD)
+        return [e.bytes for e in found.ledger.live_at(start) if e.operation == "get_rng_state"]
+
+    assert states(nn.Dropout(0.3)) == [5056] * 3
+    assert states(torch.tanh) == []
+
+
+def test_the_layers_inside_attention_are_lean_too():
+    model = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
+    given = Task(model, lambda m, x: m(x).square().mean(), torch.randn(2, 5, WIDTH), SGD(lr=0.1))
+    lean, _ = with_lean(given)
+    with lean.contexts[0](model):
+        loss = given.loss(model, given.batch)
+    nodes, products = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        products |= {node} if node.name() == "LeanProductBackward" else set()
+        nodes += [parent for parent, _ in node.next_functions if parent is not None]
+    assert len(products) == 4  # into heads, out of them, up, down
