@@ -15,7 +15,7 @@ from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
 from shoestring.phases import current
 from shoestring.training.evaluate import Evaluation, evaluating
-from shoestring.training.events import Evaluated, Saved, Updated
+from shoestring.training.events import Evaluated, Replanned, Saved, Updated
 from shoestring.training.interrupts import Interrupted
 from shoestring.training.loop import train
 from shoestring.training.record import read_record
@@ -408,3 +408,28 @@ def test_a_run_over_its_budget_goes_on_from_the_same_update_when_replanned(tmp_p
     assert json.loads((run / "plan.json").read_text())["microbatch"] == 2
     again = apply(task(), Plan(microbatch=2))
     train(again, Noise(), epochs=3, run=run, resume=True)
+
+
+class Longer(Noise):
+    """From the fourth batch on, four times as many images as the task was planned for."""
+
+    def read(self, epoch, number):
+        return Noise(size=24 if number > 2 else 6).read(epoch, number)
+
+
+def test_a_batch_larger_than_planned_is_refused_before_it_runs_if_it_would_break_the_budget(tmp_path):
+    budget = train(task(), Noise(), updates=2, meter=measure_allocator).measured_peak_bytes
+    with pytest.raises(OverBudget, match=r"predicted for a batch of .* larger than planned.* --replan"):
+        train(task(), Longer(), epochs=1, budget_bytes=budget, meter=measure_allocator, run=tmp_path / "run")
+    assert len(log_of(tmp_path / "run")) == 3
+
+
+def test_replanned_a_run_goes_on_with_smaller_microbatches_of_the_same_batch(tmp_path):
+    budget = train(task(), Noise(), updates=2, meter=measure_allocator).measured_peak_bytes
+    limits = {"budget_bytes": budget, "meter": measure_allocator, "run": tmp_path / "run"}
+    told = []
+    record = train(task(), Longer(), epochs=1, replan=True, listeners=[told.append], **limits)
+    assert record.finished and record.measured_peak_bytes <= budget
+    assert record.settings["techniques"] == {"microbatch": 3}
+    assert [event.update for event in told if isinstance(event, Replanned)] == [3]
+    assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, load_task, users_code
-from .options import add_techniques, command, given, print_json, whole_number
+from .options import add_techniques, command, given, print_json, techniques_of, whole_number
 from .plan import add_risk, make_plan
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from ..training.apply import lean_task
 
     sizes = given(args, "batch", "tokens")
-    techniques = given(args, "nonzero", "precision", "microbatch", "checkpoint")
+    techniques = techniques_of(args)
     blank = load_task(args.model, sizes, device="meta")
     plan = make_plan(blank, args) if args.budget else Plan(**techniques)
     tasks = {"baseline": (Plan(), blank), "lean": (plan, lean_task(blank, plan))}
@@ -71,10 +71,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def predict(task: "Task") -> dict[str, Any]:
-    from ..measuring import calibrate
+    from ..measuring import calibrated
     from ..profiling import profile
 
-    return {"predicted_peak_bytes": profile(task, calibrate(profile(task).signatures)).peak_bytes}
+    return {"predicted_peak_bytes": calibrated(lambda table: profile(task, table, brief=True)).peak_bytes}
 
 
 def build(task: "Task", plan: "Plan") -> "LeanTask":

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 
 from ..errors import ShoestringError
 
+TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "keep", "microbatch")  # a plan's words
+
 
 class WrongUsage(ShoestringError):
     """Arguments that no command understands."""
@@ -46,9 +48,18 @@ def add_techniques(parser: argparse.ArgumentParser) -> None:
     """The techniques in a plan's words, for every command that takes them."""
     group = parser.add_argument_group("techniques")
     group.add_argument("--nonzero", type=percentage, metavar="P", help="percentage of nonzero weights")
-    group.add_argument("--precision", choices=("fp32", "fp16"), help="the type in which numbers are stored")
+    group.add_argument("--precision", choices=("fp32", "fp16", "bf16"), help="the type in which numbers are stored")
+    group.add_argument("--optimizer", metavar="O", help="8bit, fp16, bf16, no-gradient, sm3, adafactor, joined by +")
+    group.add_argument(
+        "--checkpoint", metavar="C", help="none, no-bn, every-M, residual-M, residual-M*, optimal or optimal-SIZE"
+    )
+    group.add_argument("--keep", metavar="K", help="what is kept of saved tensors: disk, half, masks or rules")
     group.add_argument("--microbatch", type=whole_number(1, 10**9), metavar="N", help="items at a time")
-    group.add_argument("--checkpoint", metavar="S", help="none, no-bn, every-M, residual-M or residual-M*")
+
+
+def techniques_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The techniques that were named, in a plan's words."""
+    return given(args, *TECHNIQUES)
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

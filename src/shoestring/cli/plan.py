@@ -57,17 +57,20 @@ def make_plan(task: Any, args: argparse.Namespace) -> "Plan":
     import torch
 
     from ..measuring import calibrate
+    from ..measuring.calibration import load_cache
     from ..planning.search import plan
-    from ..profiling import profile
     from ..reporting.progress import progress
 
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
-    with progress("calibrating the step's operators, once for this machine") as advance:
-        workspace = calibrate(profile(task).signatures, advance)
 
     def tell(words: str) -> None:
         if not args.json:
             print(f"shoestring: tracing {words}", file=sys.stderr)
 
-    return plan(task, args.budget, args.risk, workspace=workspace, progress=tell)
+    def calibrated(signatures: list) -> dict:
+        with progress("calibrating operators, once for this machine") as advance:
+            return calibrate(signatures, advance)
+
+    known: Any = load_cache()
+    return plan(task, args.budget, args.risk, workspace=known, calibrate=calibrated, progress=tell)

@@ -5,7 +5,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, is_builtin, load_task, users_code
-from .options import add_techniques, command, given, output_file, print_json, whole_number, write_text
+from .options import (
+    add_techniques,
+    command,
+    given,
+    output_file,
+    print_json,
+    techniques_of,
+    whole_number,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
@@ -38,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
         require_plot()  # before the work, not after it
     sizes = given(args, "batch", "tokens")
-    techniques = given(args, "nonzero", "precision", "microbatch", "checkpoint")
+    techniques = techniques_of(args)
     with users_code(args.model):
         data, ledger = (_paper if args.rules == "paper" else _real)(args, sizes, techniques)
     _write(args, data, ledger)  # before the page, whose reader may leave early

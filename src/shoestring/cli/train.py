@@ -11,7 +11,7 @@ from ..errors import OverBudget, ShoestringError
 from ..training.schedules import SCHEDULES, schedule
 from ..units import format_bytes, parse_bytes
 from .model import add_model, users_code
-from .options import add_techniques, command, given, number, print_json, whole_number
+from .options import add_techniques, command, given, number, print_json, techniques_of, whole_number
 from .plan import add_risk
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ EXAMPLES = (
     "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small",
     "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small --resume",
 )
-TECHNIQUES = ("nonzero", "precision", "microbatch", "checkpoint")
 
 
 def add(subparsers: Any) -> None:
@@ -39,6 +38,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--budget", type=parse_bytes, metavar="SIZE", help="memory to stay within, as in 7MB")
     add_risk(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
+    parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
     add_techniques(parser)
     _add_run(parser)
@@ -112,7 +112,7 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
     from .plan import make_plan
     from .subject import read_plan
 
-    techniques = given(args, *TECHNIQUES)
+    techniques = techniques_of(args)
     if args.plan and techniques:
         raise ShoestringError(f"--plan and --{min(techniques)} both say what to do: give one of them")
     if args.plan:
@@ -126,15 +126,14 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
 
 def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":
     """The lean task with its predicted memory in its plan; refused where that is over the budget."""
-    from ..measuring import calibrate
+    from ..measuring import calibrated
     from ..profiling import profile
     from ..reporting.progress import progress
     from ..training.apply import LeanTask
 
     task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
-    result = profile(task)
     with progress("calibrating the step's operators, once for this machine") as advance:
-        result = profile(task, calibrate(result.signatures, advance))
+        result = calibrated(lambda table: profile(task, table, brief=True), advance)
     if limit is not None and result.peak_bytes > limit:
         raise OverBudget(
             f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
@@ -174,6 +173,7 @@ def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any],
             listeners=listeners,
             settings=settings,
             meter=measure_allocator,
+            replan=args.replan,
             how_to_resume=resume,
             schedule=schedule(args.schedule or lesson.schedule, updates),
             evaluation=lesson.evaluation,

@@ -1,38 +1,47 @@
 """The search: from a budget in bytes to the plan that keeps it at least cost.
 
 Exactness is spent first: plans that compute the same numbers, then those whose effect was found not to matter, then
-approximate ones, up to the risk that the user allows. Within a risk the least predicted time wins. Whether a plan fits
-is decided by tracing the task after `apply`, never by a formula; a formula only orders the candidates and skips those
-that cannot fit: activations of a microbatch are at least their share of the whole batch's.
+approximate ones, the mildest first, up to the risk that the user allows. Among equals the least predicted time wins.
+So plans are in one order that no budget changes, and a lower budget never gets a higher peak. Whether a plan fits is
+decided by tracing the task after `apply`, with the scratch that its operators need on this machine; an estimate
+(estimate.py) only skips what is far from fitting, and learns from each trace how far it was off.
 """
 
 import copy
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import NoPlanFits, ShoestringError
 from ..profiling import Profile, profile
+from ..signature import Signature
 from ..task import Task
 from ..techniques import REGISTRY, Technique
+from ..techniques.lean_optimizer import USING_UP, lean_update
 from ..techniques.microbatch import units
 from ..techniques.risk import Risk
+from ..techniques.selection import select
 from ..units import format_bytes, parse_bytes
+from .estimate import Footprint
 from .plan import Plan
 from .timing import Rates, device_rates, seconds_of
 
 Progress = Callable[[str], None]
+Table = dict[str, int | None]
+Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
+SHARED = ("precision", "checkpoint")  # settings of the traces from which the others' effect is estimated
+DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
+SPARSER = {50: 1, 40: 1, 30: 1, 20: 2}  # how approximate: steps of about half a point of accuracy (paper, Table 3)
+ALTERNATIVES = 3  # that are traced to be shown beside the plan
 
 
 @dataclass(frozen=True)
 class Option:
-    """A combination of settings, its risk, and what is known of it so far."""
+    """A combination of settings and its risk."""
 
     settings: tuple[tuple[str, Any], ...]
     risk: Risk
@@ -40,37 +49,62 @@ class Option:
     def without(self, name: str) -> "Option":
         return Option(tuple(pair for pair in self.settings if pair[0] != name), self.risk)
 
+    def only(self, *names: str) -> tuple[tuple[str, Any], ...]:
+        return tuple(pair for pair in self.settings if pair[0] in names)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.settings) or "no technique"
+
+
+class Base(NamedTuple):
+    """One traced step of the whole batch, and what follows from it for other settings."""
+
+    traced: Profile
+    footprint: Footprint
+
 
 def plan(
     task: Task,
     budget: str | int,
     risk: str = "neutral",
     rates: Rates | None = None,
-    workspace: dict | None = None,
+    workspace: Table | None = None,
+    calibrate: Calibrate | None = None,
     progress: Progress = lambda message: None,
 ) -> Plan:
     """A task and a budget -> the plan with the least predicted time that fits it, at the least risk that does.
 
-    `workspace` is the calibrated scratch of operators, as for `profile`.
+    `workspace` is the known scratch of operators, as for `profile`; `calibrate` is asked for what is not known of a
+    plan that would fit. Without both, scratch inside PyTorch's operators is not counted.
     """
-    search = Search(task, parse_bytes(budget), rates or device_rates(torch.get_num_threads()), workspace, progress)
-    allowed = Risk.named(risk)
+    limit, allowed = parse_bytes(budget), Risk.named(risk)
+    rates = rates or device_rates(torch.get_num_threads())
+    search = Search(task, limit, rates, workspace, calibrate, progress)
     for level in Risk:
         if level <= allowed and (found := search.best(level)):
-            return search.finish(found, level)
+            return search.finish(found)
     raise search.nothing_fits(allowed)
 
 
 class Search:
     """One search: remembers every trace that it made."""
 
-    def __init__(self, task: Task, budget: int, rates: Rates, workspace: dict | None, progress: Progress) -> None:
+    def __init__(
+        self,
+        task: Task,
+        budget: int,
+        rates: Rates,
+        workspace: Table | None = None,
+        calibrate: Calibrate | None = None,
+        progress: Progress = lambda message: None,
+    ) -> None:
         self.task, self.budget, self.rates = task, budget, rates
-        self.workspace, self.progress = workspace, progress
+        self.workspace, self.calibrate, self.progress = dict(workspace or {}), calibrate, progress
+        self.blank = task.with_(model=blank(task.model))
+        self.units = units(task)
         self.profiles: dict[tuple, Profile | None] = {}
-        plain = self._trace(())
-        assert plain is not None
-        self.plain, self.plain_seconds = plain, seconds_of(plain, rates)
+        self.bases: dict[tuple, Base | None] = {}
+        self.misses: dict[tuple, tuple[float, float]] = {}  # kind of option -> share of the batch, bytes missed
 
     # -- candidates ---------------------------------------------------------------------------------------------
     def options(self, level: Risk) -> list[Option]:
@@ -80,138 +114,247 @@ class Search:
         for values in itertools.product(*choices):
             chosen = [(name, value, risk) for name, value, risk in values if value is not None]
             risk = max((risk for *_, risk in chosen), default=Risk.EXACT)
-            if risk == level:
-                combinations.append(Option(tuple((name, value) for name, value, _ in chosen), risk))
+            option = Option(tuple((name, value) for name, value, _ in chosen), risk)
+            if risk == level and self._suits(option):
+                combinations.append(option)
         return combinations
 
     def _values(self, technique: Technique, level: Risk) -> list[tuple[str, Any, Risk]]:
         offered = [(technique.name, value, technique.risk(self.task, value)) for value in technique.options(self.task)]
         return [(technique.name, None, Risk.EXACT), *(offer for offer in offered if offer[2] <= level)]
 
+    def _suits(self, option: Option) -> bool:
+        """False where gradients cannot be used up as they are made, which a trace would only find out later."""
+        settings = dict(option.settings)
+        if USING_UP not in str(settings.get("optimizer")):
+            return True
+        return settings.get("precision") != "fp16" and ("microbatch" not in settings or self._gathers)
+
+    @cached_property
+    def _gathers(self) -> bool:
+        made = lean_update(self.task.optimizer)
+        return type(made)(made.rule, uses_up=True)([torch.nn.Parameter(torch.empty(1))]).gathers
+
+    # -- the choice ---------------------------------------------------------------------------------------------
     def best(self, level: Risk) -> Option | None:
         """The fastest combination of this risk that fits; combinations are tried from the fastest on.
 
         Where plain training fits, it is left as it is.
         """
-        if level == Risk.EXACT and self._fits(Option((), level)):
+        if level == Risk.EXACT and self.fits(Option((), level)):
             return Option((), level)
-        timed = [(seconds, number, option) for number, option in enumerate(self.options(level))
-                 if (seconds := self.seconds(option)) is not None]  # fmt: skip
-        for _, _, option in sorted(timed):
-            if self._could_fit(option) and self._fits(option):
-                return option
+        small = [option for option in self.options(level) if self._least(option) <= self.budget]
+        for _, group in itertools.groupby(sorted(small, key=self._degree), key=self._degree):
+            timed = [(seconds, len(option.settings), number, option) for number, option in enumerate(group)
+                     if (seconds := self.seconds(option)) is not None]  # fmt: skip
+            for *_, option in sorted(timed, key=lambda row: row[:3]):
+                if self.could_fit(option) and self.fits(option):
+                    return option
         return None
 
+    def _degree(self, option: Option) -> int:
+        """How approximate an option is, within its risk."""
+        if option.risk < Risk.APPROXIMATE:
+            return 0
+        settings = dict(option.settings)
+        sparser = SPARSER.get(settings["nonzero"], 4) if "nonzero" in settings else 0
+        size = settings.get("microbatch", self.units)
+        few = self._risk("microbatch", size) == Risk.APPROXIMATE
+        return sparser + (1 + (size < 4) if few else 0)
+
+    def _least(self, option: Option) -> float:
+        """Bytes below which an option cannot be: weights and optimizer state, judged from plain training alone."""
+        settings, plain = dict(option.settings), self.base(())
+        assert plain is not None
+        return (0.45 if "precision" in settings else 1.0) * plain.footprint.peak(settings, 0.0)
+
     def seconds(self, option: Option) -> float | None:
-        """The predicted seconds of a step; None where its checkpointing cannot be applied.
+        """The predicted seconds of a step; None where its precision or checkpointing cannot be applied.
 
-        From the trace of the whole batch in FP32 with the same checkpointing: what is stored in fewer bits or bytes
-        costs the same arithmetic, and of sparse layers only the nonzeros are computed.
+        From the trace of the whole batch: microbatches make more calls, and of sparse layers only the nonzeros are
+        computed.
         """
-        settings = dict(option.settings)
-        whole = self._checkpointed(settings)
-        if whole is None:
+        base, settings = self.base(option.only(*SHARED)), dict(option.settings)
+        if base is None:
             return None
-        pieces, density = self._pieces(settings.get("microbatch")), settings.get("nonzero", 100) / 100
-        return seconds_of(whole, self.rates, pieces, density)
+        return seconds_of(base.traced, self.rates, self._pieces(settings), settings.get("nonzero", 100) / 100)
 
-    def _checkpointed(self, settings: dict[str, Any]) -> Profile | None:
-        return self._trace((("checkpoint", settings["checkpoint"]),) if "checkpoint" in settings else ())
+    def _pieces(self, settings: dict[str, Any]) -> int:
+        return -(-self.units // settings.get("microbatch", self.units))
 
-    def _pieces(self, size: int | None) -> int:
-        return -(-units(self.task) // size) if size else 1
+    def estimate(self, option: Option) -> tuple[float, bool]:
+        """An option -> about its peak in bytes, and whether a trace of its kind has corrected that."""
+        base, settings = self.base(option.only(*SHARED)), dict(option.settings)
+        assert base is not None, "it has a time, so it has a base"
+        share = self._share(settings)
+        rough = base.footprint.peak(settings, share)
+        if (kind := _kind(option)) not in self.misses:
+            return rough, False
+        share_then, missed = self.misses[kind]
+        return rough + missed * min(1.0, share / share_then), True
 
-    def _could_fit(self, option: Option) -> bool:
-        """False only where the plan cannot fit: a bound from below, from what each technique can save at most."""
-        settings = dict(option.settings)
-        whole = self._checkpointed(settings)
-        if whole is None:
+    def _share(self, settings: dict[str, Any]) -> float:
+        return settings.get("microbatch", self.units) / self.units
+
+    def could_fit(self, option: Option) -> bool:
+        """False where the estimate is far over the budget."""
+        about, corrected = self.estimate(option)
+        return about * (DOUBT_AFTER_TRACE if corrected else DOUBT) <= self.budget
+
+    def fits(self, option: Option) -> bool:
+        """Whether the option's traced peak, with the scratch of its operators, is within the budget."""
+        traced = self.trace(option.settings)
+        if traced is not None and traced.peak_bytes <= self.budget and self._calibrate(traced):
+            traced = self.profiles[option.settings] = self._profile(option.settings, brief=True)
+        if traced is None:
             return False
-        parts = whole.bytes_by_category
-        narrow = 0.45 if "precision" in settings else 1.0
-        density = settings.get("nonzero", 100) / 100
-        state = 0.2 if "8bit" in str(settings.get("optimizer")) else 1.0
-        fixed = narrow * density * (parts["model"] + state * parts["optimizer_state"])
-        moving = narrow * (parts["activation"] + parts["activation_gradient"])
-        return fixed + 0.5 * moving / self._pieces(settings.get("microbatch")) <= self.budget
+        base, settings = self.base(option.only(*SHARED)), dict(option.settings)
+        if base is not None:
+            share = self._share(settings)
+            self.misses[_kind(option)] = share, traced.peak_bytes - base.footprint.peak(settings, share)
+        return traced.peak_bytes <= self.budget
 
-    def _fits(self, option: Option) -> bool:
-        traced = self._trace(option.settings)
-        return traced is not None and traced.peak_bytes <= self.budget
+    def _calibrate(self, traced: Profile) -> bool:
+        """Asks for the scratch of operators that is not known -> whether any of them needs some."""
+        unknown = [call for call in traced.signatures if str(call) not in self.workspace]
+        if self.calibrate is None or not unknown:
+            return False
+        found = self.calibrate(unknown)
+        self.workspace |= dict.fromkeys(map(str, unknown)) | found
+        return any(found.values())
 
     # -- traces -------------------------------------------------------------------------------------------------
-    def _trace(self, settings: tuple) -> Profile | None:
+    def trace(self, settings: tuple) -> Profile | None:
+        """Settings -> the traced task; None where a technique does not suit this task or the others."""
         if settings not in self.profiles:
-            words = ", ".join(f"{name} {value}" for name, value in settings) or "no technique"
-            self.progress(words)
-            self.profiles[settings] = self._profile(settings)
+            self.progress(str(Option(settings, Risk.EXACT)))
+            self.profiles[settings] = self._profile(settings, brief=True)
         return self.profiles[settings]
 
-    def _profile(self, settings: tuple) -> Profile | None:
-        task = self.task.with_(model=blank(self.task.model)) if settings else self.task
+    def base(self, settings: tuple) -> Base | None:
+        """A precision and a checkpoint strategy -> the trace of one step of the whole batch, if they suit."""
+        if settings not in self.bases:
+            self.progress(f"one step with {Option(settings, Risk.EXACT)}")
+            traced = self._profile(settings, steps=1)
+            item_bytes = 2 if "precision" in dict(settings) else 4
+            made = Base(traced, Footprint(traced, self._sparse, item_bytes)) if traced else None
+            self.bases[settings] = made
+        return self.bases[settings]
+
+    @cached_property
+    def _sparse(self) -> tuple[str, ...]:
+        try:
+            return tuple(select(self.blank.model))
+        except ShoestringError:
+            return ()
+
+    def _profile(self, settings: tuple, **how: Any) -> Profile | None:
+        task, wanted = self.blank, dict(settings)
         try:
             for technique in REGISTRY:
-                if technique.name in dict(settings):
-                    task = technique.apply(task, technique.settings(dict(settings)[technique.name]))
-            return profile(task.with_(split=Representative(task.split)), workspace=self.workspace)
+                if technique.name in wanted:
+                    task = technique.apply(task, technique.settings(wanted[technique.name]))
+            return profile(task, self.workspace, **how)
         except ShoestringError:
             if not settings:
                 raise
-            return None  # a technique that does not suit this task or the others, or changes nothing
+            return None
 
     # -- answers ------------------------------------------------------------------------------------------------
-    def finish(self, option: Option, level: Risk) -> Plan:
-        traced = self._trace(option.settings)
+    def finish(self, option: Option) -> Plan:
+        traced, plain = self.trace(option.settings), self._plain()
         assert traced is not None
         return Plan(
             **dict(option.settings),
-            task=self.plain.task,
+            task=traced.task,
             budget_bytes=self.budget,
             predicted_peak_bytes=traced.peak_bytes,
             predicted_bytes=traced.bytes_by_category,
-            predicted_time_ratio=(self.seconds(option) or 0.0) / self.plain_seconds,
-            reasons=tuple(self._reasons(option, level)),
-            alternatives=tuple(self.pareto()),
+            predicted_time_ratio=self._time_ratio(option),
+            reasons=tuple(self._reasons(option, plain)),
+            alternatives=tuple(self.pareto(option)),
         )
 
-    def _reasons(self, option: Option, level: Risk) -> Iterator[str]:
-        yield f"plain training needs {format_bytes(self.plain.peak_bytes)}, the budget is {format_bytes(self.budget)}"
-        if level > Risk.EXACT:
-            yield f"no plan of lower risk fits: this one is {level.name.lower()}"
-        for name, value in option.settings:
-            less = self._trace(option.without(name).settings)
-            if less is not None:
-                yield f"{name} {value}: without it {format_bytes(less.peak_bytes)}"
+    def _plain(self) -> Profile:
+        """Plain training, with the scratch of its operators: what all savings are told against."""
+        traced = self.trace(())
+        assert traced is not None
+        if self._calibrate(traced):
+            traced = self.profiles[()] = profile(self.task, self.workspace)
+        return traced
 
-    def pareto(self) -> list[dict[str, Any]]:
-        """Of everything that was traced: what no other beats in memory, time and risk together, least memory first."""
+    def _time_ratio(self, option: Option) -> float:
+        return (self.seconds(option) or 0.0) / (self.seconds(Option((), Risk.EXACT)) or 1.0)
+
+    def _reasons(self, option: Option, plain: Profile) -> Iterator[str]:
+        yield f"plain training needs {format_bytes(plain.peak_bytes)}, the budget is {format_bytes(self.budget)}"
+        if option.risk > Risk.EXACT:
+            yield f"no plan of lower risk fits: this one is {option.risk.name.lower()}"
+        for name, value in option.settings:
+            less = option.without(name)
+            if self.base(less.only(*SHARED)) is not None:
+                yield f"{name} {value}: without it about {format_bytes(self.estimate(less)[0], 2)}"
+
+    def pareto(self, chosen: Option) -> list[dict[str, Any]]:
+        """Of what was traced: what no other beats in memory, time and risk together, least memory first.
+
+        To what the search traced, a few more of the chosen risk are added: those that the estimates have in front.
+        """
+        for option in self._worth_tracing(chosen.risk):
+            self.trace(option.settings)
         rows = []
         for settings, traced in self.profiles.items():
             if traced is not None:
-                risks = [t.risk(self.task, dict(settings)[t.name]) for t in REGISTRY if t.name in dict(settings)]
-                risk = max(risks, default=Risk.EXACT)
-                seconds = self.seconds(Option(settings, risk))
-                ratio = (seconds or 0.0) / self.plain_seconds
-                rows.append((traced.peak_bytes, ratio, risk, settings))
-        best = [row for row in rows if not any(_beats(other, row) for other in rows)]
+                option = self._option(settings)
+                rows.append((traced.peak_bytes, self._time_ratio(option), option.risk, settings))
         return [
             {"settings": dict(settings), "predicted_peak_bytes": peak, "predicted_time_ratio": ratio,
              "risk": risk.name.lower()}
-            for peak, ratio, risk, settings in sorted(best, key=lambda row: row[:3])
+            for peak, ratio, risk, settings in sorted(_front(rows), key=lambda row: row[:3])
         ]  # fmt: skip
 
+    def _worth_tracing(self, risk: Risk) -> list[Option]:
+        """A few options on the front of the estimates, spread over it."""
+        rows = [(self.estimate(option)[0], self._time_ratio(option), risk, option) for option in self.options(risk)
+                if self.bases.get(option.only(*SHARED))]  # fmt: skip
+        front = [option for *_, option in sorted(_front(rows), key=lambda row: row[:2])]
+        step = max(1, -(-len(front) // ALTERNATIVES))
+        return front[::step]
+
+    def _option(self, settings: tuple) -> Option:
+        return Option(settings, max((self._risk(*pair) for pair in settings), default=Risk.EXACT))
+
+    def _risk(self, name: str, value: Any) -> Risk:
+        return next(technique for technique in REGISTRY if technique.name == name).risk(self.task, value)
+
     def nothing_fits(self, allowed: Risk) -> NoPlanFits:
-        peak, settings, traced = min(
-            ((p.peak_bytes, s, p) for s, p in self.profiles.items() if p is not None), key=lambda row: row[0]
-        )
+        """The error for a budget that no plan fits, after a trace of what needs least by the estimates."""
+        options = [o for level in Risk if level <= allowed for o in self.options(level)]
+        precision = min(options, key=self._least).only("precision")
+        alike = [o for o in options if o.only("precision") == precision and self.base(o.only(*SHARED))]
+        for option in sorted(alike, key=lambda o: self.estimate(o)[0])[:ALTERNATIVES]:
+            self.fits(option)
+        known = [(p.peak_bytes, s, p) for s, p in self.profiles.items() if p is not None]
+        peak, settings, traced = min(known, key=lambda row: row[0])
         parts = sorted(traced.bytes_by_category.items(), key=lambda part: -part[1])[:3]
         fills = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts)
-        words = ", ".join(f"{name} {value}" for name, value in settings) or "no technique"
         more = "a smaller batch or model" if allowed == Risk.APPROXIMATE else f"--risk {Risk(allowed + 1).name.lower()}"
         return NoPlanFits(
-            f"no plan fits {format_bytes(self.budget)}: the smallest peak found is {format_bytes(peak)} ({words}), "
-            f"filled by {fills}; try {more} or a larger budget"
+            f"no plan fits {format_bytes(self.budget)}: the smallest peak found is {format_bytes(peak)} "
+            f"({self._option(settings)}), filled by {fills}; try {more} or a larger budget"
         )
+
+
+def _kind(option: Option) -> tuple:
+    """Options whose estimates are off in the same way."""
+    settings = dict(option.settings)
+    sparse, using_up = "nonzero" in settings, USING_UP in str(settings.get("optimizer"))
+    return *option.only(*SHARED), sparse, using_up
+
+
+def _front(rows: list[tuple]) -> list[tuple]:
+    """Rows that begin with bytes, time and risk -> those that no other beats in all three."""
+    return [row for row in rows if not any(_beats(other, row) for other in rows)]
 
 
 def _beats(other: tuple, row: tuple) -> bool:
@@ -229,18 +372,3 @@ def blank(model: torch.nn.Module) -> torch.nn.Module:
                     parameter = isinstance(tensor, torch.nn.Parameter)
                     memo[id(tensor)] = torch.nn.Parameter(twin, tensor.requires_grad) if parameter else twin
     return copy.deepcopy(model, memo)
-
-
-@dataclass(frozen=True)
-class Representative:
-    """At most two microbatches of each shape: what comes after them in a step looks the same to a trace."""
-
-    split: Callable[[Any], Iterable[Any]]
-
-    def __call__(self, batch: Any) -> Iterator[Any]:
-        seen: dict[tuple, int] = defaultdict(int)
-        for piece in self.split(batch):
-            shape = tuple(leaf.shape for leaf in pytree.tree_leaves(piece) if isinstance(leaf, Tensor))
-            seen[shape] += 1
-            if seen[shape] <= 2:
-                yield piece

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from ..ledger import Phase
 from ..profiling import Profile
 
 
@@ -53,9 +54,8 @@ def _seconds(run: Callable[[], object], repeats: int = 7) -> float:
 
 
 def seconds_of(profile: Profile, rates: Rates, pieces: int = 1, density: float = 1.0) -> float:
-    """The predicted time of one step whose whole batch was traced, if it is run in `pieces` with sparse layers."""
+    """The predicted time of a step whose whole batch was traced once, if it is run in `pieces` with sparse layers."""
     flops = sum(profile.flops[part] for part in ("forward", "backward", "recompute"))
-    last = profile.ledger.time // 2  # two steps were traced: the second half is one
-    born = [entry.bytes for entry in profile.ledger.entries if entry.born > last]
+    born = [entry.bytes for entry in profile.ledger.entries if entry.phase is not Phase.BUILD]
     rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
     return density * flops / rate + 3 * sum(born) / rates.bytes_per_second + pieces * len(born) * rates.seconds_per_call

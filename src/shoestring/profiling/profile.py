@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
-from ..phases import listen
+from ..phases import listen, phase
 from ..signature import Signature
 from ..task import Task
 from ..training.step import Stepper
@@ -100,11 +100,15 @@ class Profile:
         return f"{self.task}: {format_bytes(self.peak_bytes)} at the peak ({', '.join(parts)})"
 
 
-def profile(task: Task, workspace: Mapping[str, int | None] | None = None, steps: int = 2) -> Profile:
+def profile(
+    task: Task, workspace: Mapping[str, int | None] | None = None, steps: int = 2, brief: bool = False
+) -> Profile:
     """A task -> its predicted memory: `steps` whole steps (the second has the optimizer's state in place).
 
     Nothing is computed and nothing is allocated, so the model may be on the meta device and of any size.
     `workspace` gives the scratch bytes of operators as calibrated on a machine; without it they are unseen.
+    A `brief` one has the same peak sooner: it puts optimizer state and gradients in place and runs the largest
+    microbatch alone. Its FLOPs are those of what it ran.
     """
     pieces = list(task.split(task.batch))
     counts = [task.count(piece) for piece in pieces]
@@ -119,7 +123,10 @@ def profile(task: Task, workspace: Mapping[str, int | None] | None = None, steps
             for tensor in _tensors([batch, fakes]):
                 tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
             with tracer.inside(task.model):
-                _steps(task, tracer, fakes, counts, steps)
+                if brief:
+                    _brief_step(task, tracer, fakes, counts)
+                else:
+                    _steps(task, tracer, fakes, counts, steps)
         for path, parameter in parameters:
             if isinstance(parameter.grad, FakeTensor):
                 tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
@@ -129,13 +136,72 @@ def profile(task: Task, workspace: Mapping[str, int | None] | None = None, steps
 def _steps(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int], steps: int) -> None:
     """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
     stepper = Stepper(task.with_(after_update=()))  # they change weights that a trace does not have
-    homes: dict[Tensor, str] = {parameter: home(path) for path, parameter in task.model.named_parameters()}
     for _ in range(steps):
         tracer.flops = dict.fromkeys(Phase, 0)
         stepper.run(pieces, counts)
-        for parameter, state in stepper.optimizer.state.items():
-            for tensor in _tensors(state):
-                tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
+        _claim_state(task, tracer, stepper)
+
+
+def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int]) -> None:
+    """Runs the largest microbatches of a step under the tracer, as if others had been before."""
+    stepper = Stepper(task.with_(after_update=()))
+    uses_up = bool(getattr(stepper.optimizer, "contexts", ()))  # gradients, as they are made
+    chosen, shares = _largest(pieces), [count / sum(counts) for count in counts]
+    stepper.begin(len(pieces))
+    if uses_up:
+        stepper.one_pass(pieces[chosen[0]], shares[chosen[0]])
+    else:
+        _give_gradients(task, tracer)
+    _update(stepper)
+    _claim_state(task, tracer, stepper)
+    if chosen[0] > 0 and not uses_up:
+        _give_gradients(task, tracer)
+    tracer.flops = dict.fromkeys(Phase, 0)
+    _note_losses(tracer, chosen[0])
+    losses = [stepper.one_pass(pieces[number], shares[number]) for number in chosen]
+    _note_losses(tracer, len(pieces) - chosen[0] - len(chosen))
+    _update(stepper)
+    del losses  # a step holds them to its end
+
+
+def _largest(pieces: list[Any]) -> list[int]:
+    """Microbatches -> the numbers of the last with most elements and of the one with the longest rows, in order.
+
+    Where the largest is the first, which finds no gradients yet, the largest of the others is there as well.
+    """
+    shapes = [[t.shape for t in _tensors(piece)] for piece in pieces]
+    elements = [sum(map(torch.Size.numel, piece)) for piece in shapes]
+    rows = [max((shape[-1] for shape in piece if len(shape) > 1), default=0) for piece in shapes]
+    most = max(range(len(pieces)), key=lambda n: (elements[n], n))
+    chosen = {most} if rows[most] == max(rows) else {most, rows.index(max(rows))}
+    if chosen == {0} and len(pieces) > 1:
+        chosen.add(max(range(1, len(pieces)), key=elements.__getitem__))
+    return sorted(chosen)
+
+
+def _update(stepper: Stepper) -> None:
+    with phase(Phase.UPDATE):
+        stepper.update()
+    stepper.optimizer.zero_grad(set_to_none=True)
+
+
+def _note_losses(tracer: Tracer, count: int) -> None:
+    tracer.ledger.birth(4 * count, Category.ACTIVATION, "", "losses of microbatches")
+
+
+def _give_gradients(task: Task, tracer: Tracer) -> None:
+    """Each trainable parameter has a gradient, as microbatches before would have left it."""
+    for path, parameter in task.model.named_parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.empty_like(parameter)
+            tracer.claim(parameter.grad, Category.GRADIENT, home(path))
+
+
+def _claim_state(task: Task, tracer: Tracer, stepper: Stepper) -> None:
+    homes: dict[Tensor, str] = {parameter: home(path) for path, parameter in task.model.named_parameters()}
+    for parameter, state in stepper.optimizer.state.items():
+        for tensor in _tensors(state):
+            tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
 
 
 @contextmanager

@@ -29,6 +29,14 @@ class LeanTask:
             self._stepper = Stepper(self.task)
         return self._stepper
 
+    def again(self, task: Task, plan: Plan) -> "LeanTask":
+        """The same model and optimizer, in the middle of a run, under another task and plan."""
+        lean = LeanTask(task, plan)
+        if self._stepper is not None:
+            self._stepper.task = task
+            lean._stepper = self._stepper
+        return lean
+
     def step(self, batch: Any) -> Tensor:
         """A batch -> its mean loss, after one whole update."""
         return self.stepper.step(batch)

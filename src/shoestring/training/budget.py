@@ -15,20 +15,30 @@ Meter = Callable[
     [Callable[[], Any], Iterable[Tensor]], Any
 ]  # runs a function beside live tensors -> Measurement
 MEASURED_UPDATES = 2  # from the second on, the optimizer's state is in place
+MEASURED_AGAIN = 500  # updates after which one is measured again: rewiring may have changed what is stored
 
 
 class Budget:
-    """Measures the first updates and each whose batch is larger than all before; watches the others.
+    """Measures the first updates, some later ones, and each whose batch is larger than all before; watches the others.
 
     `meter(run, held)` gives a reading with `peak_bytes` and `to_json()`; `watch()` the bytes in use now, and
-    is asked at each change of phase, before the update of the weights. `measured` is the reading of the
-    highest peak.
+    is asked at each change of phase, before the update of the weights. `predict(batch)` gives the bytes of a step, and
+    is asked of batches of more than the `planned` bytes before anything runs. `measured` is the reading of the highest
+    peak.
     """
 
-    def __init__(self, limit: int | None, meter: Meter | None, watch: Callable[[], int] | None) -> None:
-        self.limit, self.meter, self.watch = limit, meter, watch
+    def __init__(
+        self,
+        limit: int | None,
+        meter: Meter | None,
+        watch: Callable[[], int] | None,
+        planned: int = 0,
+        predict: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.limit, self.meter, self.watch, self.predict = limit, meter, watch, predict
         self.measured: Any = None
         self.used_bytes = 0  # of the step that was over the budget
+        self._planned = planned
         self._updates = self._largest = 0
 
     @property
@@ -36,7 +46,8 @@ class Budget:
         return self.measured.peak_bytes if self.measured else None
 
     def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """Runs a step -> its loss; OverBudget, before the weights change, where the watch finds too much."""
+        """Runs a step -> its loss; OverBudget, before the weights change, where too much is predicted or seen."""
+        self._foresee(batch)
         if self.meter is None or not self._is_new(batch):
             with listen(self._look):
                 return step()
@@ -56,9 +67,16 @@ class Budget:
         """Starts anew, for a step that was planned anew."""
         self.measured, self._updates, self._largest = None, 0, 0
 
+    def _foresee(self, batch: Any) -> None:
+        foreseen = max(self._planned, self._largest)
+        if self.limit is None or self.predict is None or not foreseen:
+            return
+        if (size := batch_bytes(batch)) > foreseen and (peak := self.predict(batch)) > self.limit:
+            raise self._over(peak, f"predicted for a batch of {format_bytes(size)}, which is larger than planned")
+
     def _is_new(self, batch: Any) -> bool:
-        size = sum(tensor.nbytes for tensor in tensors_in(batch))
-        new = self._updates < MEASURED_UPDATES or size > self._largest
+        size = batch_bytes(batch)
+        new = self._updates < MEASURED_UPDATES or self._updates % MEASURED_AGAIN == 0 or size > self._largest
         self._updates, self._largest = self._updates + 1, max(size, self._largest)
         return new
 
@@ -72,8 +90,13 @@ class Budget:
         self.used_bytes = used
         return OverBudget(
             f"a step occupies {format_bytes(used)} ({how}), and the budget is "
-            f"{format_bytes(self.limit or 0)}: plan again with what was measured, or raise the budget"
+            f"{format_bytes(self.limit or 0)}: go on with --resume --replan (in Python, replan=True), which takes "
+            "smaller microbatches, or raise the budget"
         )
+
+
+def batch_bytes(batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_in(batch))
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,5 +36,14 @@ class Saved:
     path: Path
 
 
-Event = Updated | Evaluated | Saved
+@dataclass(frozen=True)
+class Replanned:
+    """A step after `update` needed `used_bytes`, over the budget: the run goes on with these techniques."""
+
+    update: int
+    used_bytes: int
+    techniques: dict[str, Any]
+
+
+Event = Updated | Evaluated | Saved | Replanned
 Listener = Callable[[Event], None]

@@ -17,16 +17,18 @@ from torch import Tensor
 
 from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
+from ..profiling import profile
 from ..task import Task
 from .apply import LeanTask, apply
 from .averaging import average_saves
-from .budget import Budget, Meter, tensors_in
+from .budget import Budget, Meter, batch_bytes, tensors_in
 from .evaluate import Data
-from .events import Evaluated, Event, Listener, Saved, Updated
+from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
 from .feed import as_data
 from .interrupts import Interrupted, Interrupts
 from .recipe import Recipe
 from .record import RunRecord, describe, environment
+from .replan import smaller_microbatches
 from .run import RunFolder
 from .save import Save, Saves, write_weights
 from .state import (
@@ -58,7 +60,7 @@ def train(
     budget_bytes: int | None = None,
     meter: Meter | None = None,
     watch: Callable[[], int] | None = None,
-    replan: Replan | None = None,
+    replan: Replan | bool = False,
     how_to_resume: str = "train(..., resume=True)",
     **recipe: Any,
 ) -> RunRecord:
@@ -68,12 +70,14 @@ def train(
     and `resume` goes on where it ended. What changes in the run and is no part of the task is to be given in
     `stateful` (anything with state() and restore()) or `generators`, and `settings` are further ones that
     must be the same when resuming. `meter` measures the first two updates and each whose batch is larger than
-    those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, the run stops or goes on
-    as `replan` says.
+    those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, or before a batch that would
+    be, the run stops; with `replan` it goes on from the same update with smaller microbatches of the same batch (or as
+    the function that was given says).
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
-    budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch)
+    planned = batch_bytes(lean.task.batch) if lean.task.batch is not None else 0
+    budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch, planned)
     how = Recipe(**recipe)
     further = dict(settings or {}) | {"remembers": sorted([*(stateful or ()), *(generators or ())])}
     training = Training(lean, as_data(data, how.seed), how, folder, budget, further)
@@ -111,7 +115,8 @@ class Training:
         self.parts: dict[str, Stateful] = {}
         self.generators: dict[str, torch.Generator] = {}
         self.listeners: tuple[Listener, ...] = ()
-        self.replan: Replan | None = None
+        self.replan: Replan | bool = False
+        budget.predict = self._predicted_bytes
         self.how_to_resume = ""
         self.interrupts = Interrupts()
         self.update = self.evaluated = self.log_bytes = 0
@@ -205,7 +210,7 @@ class Training:
         try:
             loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self._held))
         except OverBudget as error:
-            return self._replan(error)
+            return self._replan(error, batch)
         if not math.isfinite(loss):
             raise self._diverged(f"the loss is {loss}", self.update + 1)
         self.update += 1
@@ -215,7 +220,12 @@ class Training:
         try:
             self.budget.check()
         except OverBudget as error:
-            self._replan(error)
+            self._replan(error, batch)
+
+    def _predicted_bytes(self, batch: Any) -> int:
+        """The peak of a step of another batch than the plan was made for; scratch is taken to be what it was."""
+        scratch = self.lean.plan.predicted_bytes.get("workspace", 0)
+        return profile(self.lean.task.with_(batch=batch), brief=True).peak_bytes + scratch
 
     @property
     def epochs(self) -> int:
@@ -232,14 +242,19 @@ class Training:
         states = list(self.lean.stepper.optimizer.state.values())
         return [*model_tensors(self.lean.model).values(), *tensors_in(states)]
 
-    def _replan(self, error: OverBudget) -> None:
+    def _replan(self, error: OverBudget, batch: Any) -> None:
         """Another plan for the same model and optimizer state; the gradients of a broken-off step go."""
-        if self.replan is None:
+        if not self.replan:
             raise error
-        before = self.lean.stepper.optimizer
+        before, used = self.lean.stepper.optimizer, self.budget.used_bytes
         before.zero_grad(set_to_none=True)
-        self.lean = self.replan(self.lean, self.budget.used_bytes)
-        OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
+        if self.replan is True:
+            self.lean = smaller_microbatches(self.lean, batch, used, self.budget.limit or 0)
+        else:
+            self.lean = self.replan(self.lean, used)
+        if self.lean.stepper.optimizer is not before:
+            OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
+        self._tell(Replanned(self.update, used, self.lean.plan.techniques()))
         self.budget.forget()
         settings = self.record.settings | {"techniques": self.lean.plan.techniques()}
         self.record = self.record.with_(settings=settings)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..units import format_bytes
-from .events import Evaluated, Event, Listener, Updated
+from .events import Evaluated, Event, Listener, Replanned, Updated
 
 LINE_SECONDS = 10.0  # between two plain lines, but for evaluations
 
@@ -59,6 +59,10 @@ class Lines:
         now = time.monotonic()
         if isinstance(event, Updated) and self.first is None:
             self.first = event.update, now
+        if isinstance(event, Replanned):
+            words = ", ".join(f"{name} {value}" for name, value in event.techniques.items())
+            line = f"a step needs {format_bytes(event.used_bytes)}: going on from update {event.update:,} with {words}"
+            print(line, file=self.file, flush=True)
         if isinstance(event, Evaluated) or (isinstance(event, Updated) and now - self.told > LINE_SECONDS):
             self.told = now
             print(self._line(now), file=self.file, flush=True)

@@ -40,24 +40,29 @@ class Stepper:
         total = sum(counts)
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
-        begin = getattr(self.optimizer, "begin", None)  # lean optimizers refuse what they could not do exactly
-        if begin is not None:
-            begin(self.task, len(pieces))
+        self.begin(len(pieces))
         try:
-            losses = [self._pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
+            losses = [self.one_pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
             with phase(Phase.UPDATE):
-                updated = self._update()
+                updated = self.update()
         finally:  # what is left of a step that broke off must not join the next
             self.optimizer.zero_grad(set_to_none=True)
         for hook in self.task.after_update if updated else ():
             hook(self)
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
+    def begin(self, pieces: int) -> None:
+        """Tells the optimizer how many microbatches will come: lean ones refuse what they could not do exactly."""
+        begin = getattr(self.optimizer, "begin", None)
+        if begin is not None:
+            begin(self.task, pieces)
+
     def stateful(self) -> dict[str, Any]:
         """What the step itself remembers from one update to the next, besides the optimizer."""
         return {"scale": self.scale} if self.scale else {}
 
-    def _pass(self, piece: Any, weight: float) -> Tensor:
+    def one_pass(self, piece: Any, weight: float) -> Tensor:
+        """A microbatch and its share of the items -> its part of the loss; gradients are added to those there."""
         with ExitStack() as stack:
             for context in (*self.task.contexts, *getattr(self.optimizer, "contexts", ())):
                 stack.enter_context(context(self.task.model))
@@ -78,7 +83,7 @@ class Stepper:
         self.scale.check(loss)
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale.value
 
-    def _update(self) -> bool:
+    def update(self) -> bool:
         """Updates the weights -> True; False if the gradients overflowed and the step was skipped."""
         unscale = 1.0
         if self.scale is not None:
