@@ -1,83 +1,145 @@
-"""`make demo`: the memory of a training step of WRN-28-2, predicted, and then measured. Writes runs/demo.svg."""
+"""`make demo`: a Wide ResNet trained inside a budget, beside plain PyTorch. Writes runs/demo.png.
 
+It plans, runs a few steps of plain PyTorch and of the plan in turn under a meter of every block that PyTorch
+allocates, and then trains on the embedded part of Fashion-MNIST. About two minutes on two cores.
+"""
+
+import shutil
+import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shoestring import Profile, Task, builtin, profile
+from shoestring import Plan, builtin, plan
+from shoestring.data import open_images
 from shoestring.ledger import Category, Ledger, Phase
-from shoestring.measuring import calibrated
+from shoestring.measuring import measure_allocator
 from shoestring.measuring.allocator import Event, read, record, storage_bytes
-from shoestring.reporting.figures import beside_figure
-from shoestring.reporting.progress import progress
-from shoestring.reporting.terminal import make_console, show_profile
-from shoestring.training.step import Stepper
+from shoestring.reporting.figures import overlay_figure
+from shoestring.reporting.plans import show_plan
+from shoestring.reporting.terminal import make_console
+from shoestring.training.apply import LeanTask
+from shoestring.training.loop import train
+from shoestring.training.progress import progress
+from shoestring.training.schedules import schedule
+from shoestring.training.work import CrossEntropy, ImageWork, Lesson, image_work
 from shoestring.units import format_bytes
 
-MODEL, BATCH = "wrn-28-2", 100
-PICTURE = Path("runs") / "demo.png"
+MODEL, BATCH, BUDGET, EPOCHS = "wrn-10-1", 100, "4MB", 4
+STEPS = 5  # of each, timed in turn
+RUN, PICTURE = Path("runs") / "demo", Path("runs") / "demo.png"
 console = make_console()
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    return work(), time.perf_counter() - start
+class Side(NamedTuple):
+    """What one way to train took: the allocator's events in a step, the bytes held before it, seconds of a step."""
+
+    events: list[Event]
+    held: int
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return read(self.events, self.held).peak_bytes
 
 
-def predict(task: Task) -> Profile:
-    with progress("measuring the scratch of this machine's operators, once") as advance:
-        return calibrated(lambda table: profile(task, table), advance)
+def work() -> ImageWork:
+    images = open_images(None, channels=3)
+    task = builtin(MODEL, batch=BATCH, classes=len(images.classes), image=images.shape[1])
+    return image_work(task, images, seed=0, loss=CrossEntropy(), schedule="mostafa-wang")
 
 
-def measure(task: Task) -> tuple[list[Event], int, float]:
-    """A task -> the allocator's events in its second step, the bytes it started with, and its seconds."""
-    stepper = Stepper(task)
-    stepper.step(task.batch)
-    _, seconds = timed(lambda: stepper.step(task.batch))
-    state = [t for s in stepper.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    held = storage_bytes([*task.model.parameters(), *task.model.buffers(), *task.batch, *state])
-    return record(lambda: stepper.step(task.batch)), held, seconds
+def say(words: str = "", style: str = "") -> None:
+    console.print(words, style=style, highlight=False)
 
 
-def as_ledger(events: list[Event], held: int) -> Ledger:
+def held_by(lean: LeanTask, batch: Any) -> int:
+    states = [t for s in lean.stepper.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return storage_bytes([*lean.model.parameters(), *lean.model.buffers(), *batch, *states])
+
+
+def in_turn(plans: list[Plan]) -> list[Side]:
+    """Plans -> what a step under each takes, their steps taken in turn so that all meet the same machine."""
+    lessons = [work().under(plan) for plan in plans]
+    seconds: list[list[float]] = [[] for _ in lessons]
+    for number in range(1 + STEPS):
+        for lesson, taken in zip(lessons, seconds, strict=True):
+            start = time.perf_counter()
+            lesson.lean.step(lesson.data.read(0, number))
+            taken += [time.perf_counter() - start] if number else []  # the first is the warm-up
+    return [side(lesson, statistics.median(taken)) for lesson, taken in zip(lessons, seconds, strict=True)]
+
+
+def side(lesson: Lesson, seconds: float) -> Side:
+    batch = lesson.data.read(0, 0)
+    held = held_by(lesson.lean, batch)
+    return Side(record(lambda: lesson.lean.step(batch)), held, seconds)
+
+
+def as_ledger(side: Side) -> Ledger:
     """Allocator events -> the ledger that a prediction would have kept, as far as the meter can tell."""
     ledger, blocks = Ledger(), {}
-    ledger.birth(held, Category.MODEL)
-    for event in events:
+    ledger.birth(side.held, Category.MODEL)
+    for event in side.events:
         if event.bytes > 0:
-            blocks[event.address] = ledger.birth(
-                event.bytes, Category.ACTIVATION, "", event.operation, Phase.FORWARD
-            )
+            blocks[event.address] = ledger.birth(event.bytes, Category.ACTIVATION, "", event.operation, Phase.FORWARD)
         elif event.address in blocks:
             ledger.death(blocks.pop(event.address))
     return ledger
 
 
-def main() -> None:
-    console.print(f"Predicting {MODEL}, batch {BATCH}: two steps are traced, nothing is computed.\n")
-    plan = builtin(MODEL, batch=BATCH, device="meta")
-    prediction = predict(plan)
-    _, seconds = timed(lambda: profile(plan))
-    data = prediction.to_json() | {"settings": {"batch": BATCH}}
-    show_profile(console, data, prediction.ledger)
+def timed(words: str, make: Callable[[], Any]) -> Any:
+    start = time.perf_counter()
+    made = make()
+    say(f"({words} in {time.perf_counter() - start:.0f} s)\n", "dim")
+    return made
 
-    console.print("\nRunning it for real, under a meter of every block that PyTorch allocates.\n")
-    events, held, step_seconds = measure(builtin(MODEL, batch=BATCH))
-    reading = read(events, held)
-    console.print(f"{'':<12}{'predicted':>14}{'measured':>14}")
-    for name, words in (("tensor", "tensors"), ("workspace", "workspace"), ("", "peak")):
-        sizes = (getattr(side, f"{name}_peak_bytes".lstrip("_")) for side in (prediction, reading))
-        console.print(f"{words:<12}" + "".join(f"{format_bytes(size, 5):>14}" for size in sizes))
-    difference = prediction.peak_bytes - reading.peak_bytes
-    console.print(f"{'':<12}{f'{difference:+,} B':>14}\n")
-    console.print(f"The prediction took {seconds:.1f} s, a real step {step_seconds:.1f} s.")
-    PICTURE.parent.mkdir(exist_ok=True)
-    beside_figure(PICTURE, data, prediction.ledger, as_ledger(events, held))
-    console.print(f"Both timelines: {PICTURE}")
+
+def main() -> None:
+    began = time.perf_counter()
+    say(f"1. Plan {MODEL}, batch {BATCH}, for {BUDGET}: steps are traced, nothing runs yet.", "bold")
+    chosen = timed("planned", lambda: plan(work().task, BUDGET))
+    show_plan(console, chosen)
+
+    say(f"\n2. Compare {STEPS} steps of plain PyTorch and of the plan, taken in turn, metered.", "bold")
+    plain, lean = timed("compared", lambda: in_turn([Plan(), chosen]))
+    overlay_figure(PICTURE, as_ledger(plain), as_ledger(lean), ("plain PyTorch", "Shoestring"))
+
+    say(f"3. Train {EPOCHS} epochs of Fashion-MNIST inside the budget.", "bold")
+    lesson = work().under(chosen)
+    with progress(sys.stderr, chosen.budget_bytes) as listener:
+        run = train(
+            lesson.lean,
+            lesson.data,
+            epochs=EPOCHS,
+            run=RUN,
+            listeners=[listener],
+            meter=measure_allocator,
+            schedule=schedule(lesson.schedule, EPOCHS * len(lesson.data)),
+            evaluation=lesson.evaluation,
+        )
+    measured = max(run.measured_peak_bytes or 0, lean.peak_bytes)
+    budget = chosen.budget_bytes or 0
+    say()
+    for name, value in (
+        ("budget", format_bytes(budget)),
+        ("predicted", format_bytes(chosen.predicted_peak_bytes or 0)),
+        ("measured", f"{format_bytes(measured)}, {'within' if measured <= budget else 'OVER'} the budget"),
+        ("plain PyTorch", f"{format_bytes(plain.peak_bytes)}, measured"),
+        ("memory", f"{plain.peak_bytes / measured:.1f}x less"),
+        ("time", f"{lean.seconds / plain.seconds:.2f}x ({lean.seconds:.2f} s a step, plain {plain.seconds:.2f} s)"),
+        ("accuracy", f"{run.quality or 0:.1f}% after {run.updates:,} updates"),
+        ("timelines", str(PICTURE)),
+        ("in all", f"{time.perf_counter() - began:.0f} s"),
+    ):
+        say(f"  {name:<14}{value}")
 
 
 if __name__ == "__main__":
+    RUN.parent.mkdir(exist_ok=True)
+    shutil.rmtree(RUN, ignore_errors=True)  # of an earlier demo
     main()

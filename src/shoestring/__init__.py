@@ -19,10 +19,10 @@ _HOMES = {
     "profile": "profiling",
     "Profile": "profiling",
     "Plan": "planning.plan",
-    "plan": "planning.search",
     "apply": "training.apply",
     "train": "training.loop",
     "load_weights": "training.save",
+    "measure": "measuring",
     "ShoestringError": "errors",
 }
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "apply",
     "builtin",
     "load_weights",
+    "measure",
     "plan",
     "profile",
     "train",
@@ -42,14 +43,28 @@ __all__ = [
 
 if TYPE_CHECKING:
     from .errors import ShoestringError
+    from .measuring import measure
     from .models import builtin
     from .planning.plan import Plan
-    from .planning.search import plan
     from .profiling import Profile, profile
     from .task import SGD, Adam, Task
     from .training.apply import apply
     from .training.loop import train
     from .training.save import load_weights
+
+
+def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> "Plan":
+    """A task and a budget such as "1.5GB" -> the plan with the least predicted time that fits it.
+
+    `risk` is exact, neutral or approximate: what may change the result. The scratch of PyTorch's operators is measured
+    on this machine where it is not known yet. `how` goes to `planning.search.plan`.
+    """
+    from .measuring import calibrate
+    from .measuring.calibration import load_cache
+    from .planning.search import plan
+
+    known: dict[str, Any] = {"calibrate": calibrate, "workspace": dict(load_cache())}
+    return plan(task, budget, risk, **(known | how))
 
 
 def __getattr__(name: str) -> Any:

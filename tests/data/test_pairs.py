@@ -9,10 +9,11 @@ import torch
 from shoestring.data import open_pairs, token_batches
 from shoestring.data.files import Rows, read_checked, write_checked
 from shoestring.data.language import sentence_pairs
-from shoestring.data.vocabulary import BOS, EOS, PAD, PARTS, SPECIAL_IDS, UNKNOWN, Vocabulary, encode
+from shoestring.data.vocabulary import PARTS, Vocabulary, encode
 from shoestring.errors import ShoestringError
 from shoestring.models import dynamicconv
 from shoestring.models.translation import count_target_tokens, shift_right
+from shoestring.tokens import BOS, EOS, PAD, SPECIAL_IDS, UNKNOWN
 
 
 @pytest.fixture(scope="module")

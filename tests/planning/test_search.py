@@ -24,28 +24,28 @@ def traced_peak(task, settings):
     return profile(apply(task, Plan(**settings)).task).peak_bytes
 
 
-@pytest.fixture(scope="module")
-def gpt():
-    return zoo.gpt(batch=2)
-
-
-def test_where_plain_training_fits_it_is_left_as_it_is(gpt):
-    assert plan(gpt, "1GB", rates=RATES).techniques() == {}
-
-
 def little():
-    """Batch norm, blocks and linear layers, in a batch of 6 whose step is traced in a moment."""
-    return small.task().with_(batch=small.Noise(size=24).read(0, 0))
+    """Batch norm, blocks and linear layers, whose step is traced in a moment."""
+    return small.task().with_(batch=small.Noise(size=64).read(0, 0))
 
 
 PLAIN = profile(little()).peak_bytes
+
+
+@pytest.fixture(scope="module")
+def net():
+    return little()
+
+
+def test_where_plain_training_fits_it_is_left_as_it_is(net):
+    assert plan(net, "1GB", rates=RATES).techniques() == {}
 
 
 @pytest.mark.parametrize(
     "share, risk",
     [
         (0.7, Risk.EXACT),
-        (0.4, Risk.EXACT),
+        (0.5, Risk.EXACT),
         pytest.param(0.4, Risk.NEUTRAL, marks=pytest.mark.slow),
         pytest.param(0.2, Risk.NEUTRAL, marks=pytest.mark.slow),
     ],
@@ -56,7 +56,7 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
     for level in Risk:
         for number, option in enumerate(search.options(level) if level <= risk else []):
             seconds = search.seconds(option)
-            if seconds is not None and (traced := search.trace(option.settings)) and traced.peak_bytes <= budget:
+            if seconds is not None and (traced := search.trace(option.settings)) and search.has_room(traced):
                 fitting.append((level, seconds, len(option.settings), number, option.settings))
     if not fitting:
         with pytest.raises(NoPlanFits):
@@ -64,7 +64,7 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
         return
     found = plan(little(), budget, risk=risk.name.lower(), rates=RATES)
     assert found.techniques() == dict(min(fitting)[4])
-    assert found.predicted_peak_bytes == traced_peak(little(), found.techniques()) <= budget
+    assert found.predicted_peak_bytes == traced_peak(little(), found.techniques()) <= 0.99 * budget
 
 
 @pytest.mark.parametrize("make", [little, zoo.lstm], ids=["convolutions", "lstm"])
@@ -75,7 +75,7 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
 )
 def test_a_brief_trace_has_the_peak_of_whole_steps(make, settings):
     task = apply(make(), Plan(**settings)).task
-    assert profile(task, brief=True).peak_bytes == profile(task).peak_bytes
+    assert profile(task, brief=True).peak_bytes == pytest.approx(profile(task).peak_bytes, rel=1e-3)
 
 
 def test_a_lower_budget_never_yields_a_higher_peak():
@@ -88,8 +88,8 @@ def test_a_lower_budget_never_yields_a_higher_peak():
     assert len(peaks) > 3 and peaks == sorted(peaks, reverse=True)
 
 
-def test_every_setting_has_its_reason_and_the_alternatives_are_a_front(gpt):
-    found = plan(gpt, 21_000_000, rates=RATES)
+def test_every_setting_has_its_reason_and_the_alternatives_are_a_front(net):
+    found = plan(net, PLAIN // 2, rates=RATES)
     for name in found.techniques():
         assert any(reason.startswith(name) for reason in found.reasons)
     by_memory = sorted(found.alternatives, key=lambda row: row["predicted_peak_bytes"])
@@ -97,26 +97,26 @@ def test_every_setting_has_its_reason_and_the_alternatives_are_a_front(gpt):
     assert exact == sorted(exact, reverse=True)
 
 
-def test_what_does_not_fit_is_told_with_the_smallest_peak_and_what_fills_it(gpt):
+def test_what_does_not_fit_is_told_with_the_smallest_peak_and_what_fills_it(net):
     with pytest.raises(NoPlanFits, match=r"smallest peak found is .* filled by .* try"):
-        plan(gpt, "1MB", risk="exact", rates=RATES)
+        plan(net, "10KB", risk="exact", rates=RATES)
 
 
 @pytest.mark.parametrize("budget", ["lots", "-3MB", "0"])
-def test_a_budget_of_nonsense_is_refused(gpt, budget):
+def test_a_budget_of_nonsense_is_refused(net, budget):
     with pytest.raises(ShoestringError, match=budget):
-        plan(gpt, budget)
+        plan(net, budget)
 
 
-def test_a_risk_that_does_not_exist_is_refused(gpt):
+def test_a_risk_that_does_not_exist_is_refused(net):
     with pytest.raises(ShoestringError, match="exact, neutral or approximate"):
-        plan(gpt, "1GB", risk="some")
+        plan(net, "1GB", risk="some")
 
 
-def test_planning_leaves_the_model_as_it_was(gpt):
-    before = {name: (p.dtype, p.device, p.shape) for name, p in gpt.model.named_parameters()}
-    plan(gpt, 21_000_000, rates=RATES)
-    assert {name: (p.dtype, p.device, p.shape) for name, p in gpt.model.named_parameters()} == before
+def test_planning_leaves_the_model_as_it_was(net):
+    before = {name: (p.dtype, p.device, p.shape) for name, p in net.model.named_parameters()}
+    plan(net, PLAIN // 2, rates=RATES)
+    assert {name: (p.dtype, p.device, p.shape) for name, p in net.model.named_parameters()} == before
 
 
 def test_a_plan_survives_its_file():

@@ -33,8 +33,8 @@ def examine() -> dict[str, Any]:
         import torch
     except (ImportError, OSError) as error:
         raise ShoestringError(f"torch does not load: {error}; run pip install torch") from error
+    from ..cache import cache_folder
     from ..measuring import available
-    from ..measuring.cache import cache_folder
 
     core = _core()
     return {

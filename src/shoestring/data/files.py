@@ -10,21 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..cache import made_cache_folder
 from ..errors import ShoestringError
-
-
-def cache_folder() -> Path:
-    """The folder for what can be made again: $SHOESTRING_CACHE, or `shoestring` in the user's cache."""
-    named = os.environ.get("SHOESTRING_CACHE")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = Path(named) if named else home / "shoestring"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ShoestringError(
-            f"cannot make the cache folder {folder}: {error.strerror}; set SHOESTRING_CACHE to another"
-        ) from error
-    return folder
 
 
 def need_file(path: Path) -> Path:
@@ -48,7 +35,7 @@ def spill(chunks: Iterable[bytes]) -> np.ndarray:
 
     The file has no name any more when this returns: nothing is left behind, whatever ends the process.
     """
-    folder = cache_folder()
+    folder = made_cache_folder()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             for chunk in chunks:

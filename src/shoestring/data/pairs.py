@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ..cache import made_cache_folder
 from ..errors import ShoestringError
-from .files import Rows, cache_folder, need_file
+from .files import Rows, need_file
 from .language import sentence_pairs
 from .vocabulary import PARTS, PIECES, WORDS, Split, Vocabulary, byte_pairs, encode
 
@@ -123,7 +124,7 @@ def _splitter(source: Lines, target: Lines, vocabulary: int | None, cache: Path 
         return str.split, PARTS
     if vocabulary is None:
         return str.split, WORDS
-    return byte_pairs((source.path, target.path), vocabulary, cache or cache_folder()), PIECES
+    return byte_pairs((source.path, target.path), vocabulary, cache or made_cache_folder()), PIECES
 
 
 def _embedded() -> Pairs:

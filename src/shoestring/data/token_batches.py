@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
+from ..tokens import EOS, PAD
 from .draws import mix, shuffled
 from .files import Rows, spill
 from .pairs import PairSplit
-from .vocabulary import EOS, PAD
 
 Batch = tuple[Tensor, Tensor, Tensor]  # source, target after a leading EOS, target: ids (n, longest)
 

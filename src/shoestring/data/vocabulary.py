@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import ShoestringError
+from ..tokens import EOS, SPECIAL_IDS, UNKNOWN
 from .files import Rows, read_checked, write_checked
-
-# The ids before those of pieces, as the built-in Transformer has them.
-BOS, PAD, EOS, UNKNOWN = range(4)
-SPECIAL_IDS = 4
 
 Split = Callable[[str], list[str]]  # a line -> its pieces
 # What says that pieces belong together: nothing, the end of a part of a word, or the begin of a word.

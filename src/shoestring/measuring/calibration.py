@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..cache import cache_folder, write_whole
 from ..signature import Signature, call_of, output_key
 from .allocator import measure_allocator, require_idle_profiler
-from .cache import cache_folder, write_whole
 from .process import memory_available_bytes
 
 VERSION = 2  # of the cache: what is measured of a call

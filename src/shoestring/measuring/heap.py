@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..cache import cache_folder, write_whole
 from ..errors import ShoestringError
-from .cache import cache_folder, write_whole
 from .measurement import Measurement
 
 _SOURCE = Path(__file__).with_name("heapmeter.c")

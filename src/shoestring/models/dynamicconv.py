@@ -14,10 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..kernels.dynamic_convolution import windowed
+from ..tokens import PAD
 from .layers import XavierLinear
-
-BOS, PAD, EOS, UNKNOWN = range(4)
-SPECIAL_IDS = 4
 
 
 @dataclass(frozen=True)

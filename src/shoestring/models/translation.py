@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..task import Adam, Task
+from ..tokens import EOS, PAD, SPECIAL_IDS
 from .build import check_count, on_meta
-from .dynamicconv import EOS, PAD, SPECIAL_IDS, DynamicConvTransformer, Settings
+from .dynamicconv import DynamicConvTransformer, Settings
 
 MOST_TOKENS = 10**6
 USUAL_LENGTHS = (20, 30)  # a batch holds sentences of like length; IWSLT'14's have about 25 tokens on average

@@ -35,6 +35,7 @@ Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
 SHARED = ("precision", "checkpoint")  # settings of the traces from which the others' effect is estimated
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
+ROOM = 0.01  # of the budget stays free: for states of random numbers, autograd's nodes and Python's own objects
 SPARSER = {50: 1, 40: 1, 30: 1, 20: 2}  # how approximate: steps of about half a point of accuracy (paper, Table 3)
 ALTERNATIVES = 3  # that are traced to be shown beside the plan
 
@@ -204,7 +205,8 @@ class Search:
     def fits(self, option: Option) -> bool:
         """Whether the option's traced peak, with the scratch of its operators, is within the budget."""
         traced = self.trace(option.settings)
-        if traced is not None and traced.peak_bytes <= self.budget and self._calibrate(traced):
+        while traced is not None and self.has_room(traced) and self._calibrate(traced):
+            # One table leads to the next: an output of a size that was not known is another call's argument.
             traced = self.profiles[option.settings] = self._profile(option.settings, brief=True)
         if traced is None:
             return False
@@ -212,7 +214,11 @@ class Search:
         if base is not None:
             share = self._share(settings)
             self.misses[_kind(option)] = share, traced.peak_bytes - base.footprint.peak(settings, share)
-        return traced.peak_bytes <= self.budget
+        return self.has_room(traced)
+
+    def has_room(self, traced: Profile) -> bool:
+        """Whether a traced step fits, with room for what no trace sees."""
+        return traced.peak_bytes <= (1 - ROOM) * self.budget
 
     def _calibrate(self, traced: Profile) -> bool:
         """Asks for the scratch of operators that is not known -> whether any of them needs some."""
@@ -279,8 +285,8 @@ class Search:
         """Plain training, with the scratch of its operators: what all savings are told against."""
         traced = self.trace(())
         assert traced is not None
-        if self._calibrate(traced):
-            traced = self.profiles[()] = profile(self.task, self.workspace)
+        while self._calibrate(traced):
+            traced = self.profiles[()] = profile(self.task, self.workspace, brief=True)
         return traced
 
     def _time_ratio(self, option: Option) -> float:

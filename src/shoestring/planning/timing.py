@@ -6,14 +6,17 @@ A tensor is written once and read about twice. The rates come from a calibration
 predictions are used, so that what all plans share cancels.
 """
 
+import json
+import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 
+from ..cache import cache_folder, write_whole
 from ..ledger import Phase
 from ..profiling import Profile
 
@@ -28,9 +31,18 @@ class Rates:
     seconds_per_call: float
 
 
-@cache
 def device_rates(threads: int) -> Rates:
-    """The rates of this CPU with this many threads, measured once a process."""
+    """The rates of this CPU with this many threads, measured once a machine: plans of two days are in one order."""
+    path = cache_folder() / f"rates-{platform.node()}-{torch.__version__}-{threads}.json"
+    with suppress(OSError, ValueError, TypeError):
+        return Rates(**json.loads(path.read_text()))
+    rates = measured_rates()
+    with suppress(OSError):
+        write_whole(path, json.dumps(asdict(rates)).encode())
+    return rates
+
+
+def measured_rates() -> Rates:
     x, weight = torch.randn(8, 32, 32, 32), torch.randn(32, 32, 3, 3)
     dense = 2 * x.numel() * weight[0].numel() / _seconds(lambda: F.conv2d(x, weight, padding=1))
     large = torch.randn(4 * 2**20)

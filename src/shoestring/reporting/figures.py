@@ -187,7 +187,9 @@ def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) ->
     words = f"{name}: {format_bytes(peak[1])}".removeprefix(": ")
     if peak[1] < top:
         words += f", {top / peak[1]:.1f}x less"
-    axes.annotate(words, peak, (8, 9), textcoords="offset points", color=colour, weight="bold", bbox=_HALO)
+    late = peak[0] > 0.6  # then the words go to its left, where there is room
+    place: Any = {"xytext": (-8 if late else 8, 9), "textcoords": "offset points", "ha": "right" if late else "left"}
+    axes.annotate(words, peak, **place, color=colour, weight="bold", bbox=_HALO)
 
 
 def _memory_axis(axes: "Axes", top: int) -> None:

@@ -11,8 +11,9 @@ from torch.utils import _pytree as pytree
 
 from ..data.files import Rows
 from ..data.token_batches import padded
-from ..data.vocabulary import BOS, EOS, PAD, Vocabulary
+from ..data.vocabulary import Vocabulary
 from ..errors import ShoestringError
+from ..tokens import BOS, EOS, PAD
 
 
 class Translator(Protocol):

@@ -1,0 +1,39 @@
+"""The folder for what can be made again on a machine, and how files get into it."""
+
+import os
+import tempfile
+from pathlib import Path
+
+from .errors import ShoestringError
+
+
+def cache_folder() -> Path:
+    """-> $SHOESTRING_CACHE, or `shoestring` in the user's cache; it may not exist yet."""
+    named = os.environ.get("SHOESTRING_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(named) if named else home / "shoestring"
+
+
+def made_cache_folder() -> Path:
+    """-> the same folder, made; refused with the reason where it cannot be."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ShoestringError(
+            f"cannot make the cache folder {folder}: {error.strerror}; set SHOESTRING_CACHE to another"
+        ) from error
+    return folder
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all, however many processes write it at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
