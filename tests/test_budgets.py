@@ -9,7 +9,7 @@ import pytest
 
 import zoo
 from metering import measured
-from shoestring import Plan, Task, apply, builtin
+from shoestring import Adam, Plan, Task, apply, builtin
 from shoestring.errors import NoPlanFits
 from shoestring.measuring import calibrate
 from shoestring.planning.search import Search, plan
@@ -24,16 +24,19 @@ SHARES = (0.95, 0.8, 0.65, 0.5, 0.4)  # of what plain training takes
 MODELS: dict[str, Callable[[], Task]] = {
     "wrn-10-0.5": lambda: builtin("wrn-10-0.5", batch=12),
     "small net": lambda: small.task().with_(batch=small.Noise(size=24).read(0, 0)),
+    "small net, Adam": lambda: small.task(Adam()).with_(batch=small.Noise(size=24).read(0, 0)),
     "mlp": zoo.mlp,
-    "lstm": zoo.lstm,
-    "tied": lambda: zoo.tied(batch=4),
-    "vit": lambda: zoo.vit(batch=4),
+    "mlp, Adam": lambda: zoo.mlp().with_(optimizer=Adam()),
+    "branches": lambda: zoo.branches(batch=8),
 }
 LARGER: dict[str, Callable[[], Task]] = {
     "wrn-16-1": lambda: builtin("wrn-16-1", batch=20),
     "resnet18": lambda: builtin("resnet18", batch=4),
     "vit-tiny": lambda: builtin("vit-tiny", batch=4),
     "dynamicconv": lambda: builtin("dynamicconv-iwslt", tokens=120),
+    "lstm": zoo.lstm,
+    "tied": lambda: zoo.tied(batch=4),
+    "vit": lambda: zoo.vit(batch=4),
     "unet": zoo.unet,
     "bert": zoo.bert,
     "gpt": zoo.gpt,
