@@ -20,8 +20,9 @@ import torch.nn.functional as F
 import shoestring
 from shoestring.data import Augment, ImageBatches, open_images, open_pairs, token_batches
 from shoestring.models import materialise
-from shoestring.models.dynamicconv import PAD, DynamicConvTransformer, Settings
+from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
+from shoestring.tokens import PAD
 from shoestring.training.apply import LeanTask, apply
 from shoestring.training.evaluate import accuracy, evaluating, mean_loss, within
 from shoestring.training.events import Updated

@@ -8,11 +8,12 @@ from torch import nn
 import shoestring
 import zoo
 from shoestring import SGD, Plan, Task, apply
-from shoestring.models.dynamicconv import PAD, DynamicConvTransformer, Settings
+from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.images import classification_loss
 from shoestring.models.resnet import ResNet18
 from shoestring.models.translation import count_target_tokens, random_pairs, translation_loss
 from shoestring.models.vit import VisionTransformer
+from shoestring.tokens import PAD
 
 MOMENTUM = SGD(lr=0.05, momentum=0.9, nesterov=True)
 STATELESS = SGD(lr=0.05)  # its second step is like its first

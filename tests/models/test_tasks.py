@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoestring import SGD, Adam, ShoestringError, builtin
-from shoestring.models.dynamicconv import EOS, PAD
+from shoestring.tokens import EOS, PAD
 
 
 def test_the_image_tasks_train_as_in_the_seeds():

@@ -9,11 +9,12 @@ from torch import nn
 import shoestring
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
-from shoestring.models.dynamicconv import PAD, DynamicConvTransformer, Settings
+from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, random_pairs, translation_loss
 from shoestring.techniques import microbatch
 from shoestring.techniques.microbatch import ByExamples, ByTokens, sentence_lengths, trim
 from shoestring.techniques.risk import Risk
+from shoestring.tokens import PAD
 
 
 def translation(lengths=(5, 20)):

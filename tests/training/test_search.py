@@ -9,8 +9,9 @@ from shoestring.data import open_pairs, token_batches
 from shoestring.data.files import Rows
 from shoestring.data.vocabulary import Vocabulary, encode
 from shoestring.errors import ShoestringError
-from shoestring.models.dynamicconv import BOS, EOS, PAD, SPECIAL_IDS, DynamicConvTransformer, Settings
+from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import translation_loss
+from shoestring.tokens import BOS, EOS, PAD, SPECIAL_IDS
 from shoestring.training.search import beam_search, bleu, greedy_search, groups, next_logs, translate
 
 WORDS = 3
