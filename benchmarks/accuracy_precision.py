@@ -146,7 +146,7 @@ def study(args: argparse.Namespace) -> None:
 
 # -- the table ---------------------------------------------------------------------------------------------------
 def table(records: list[dict], task: str) -> list[str]:
-    names = (*QUALITIES[task], "training loss", "skipped updates", "seconds")
+    names = (*QUALITIES[task], "training loss", "skipped updates")
     lines = [f"| precision | {' | '.join(names)} | seeds |", "|---" * (len(names) + 2) + "|"]
     for precision in PRECISIONS:
         mine = [r for r in records if (r["task"], r["precision"]) == (task, precision)]
@@ -156,9 +156,9 @@ def table(records: list[dict], task: str) -> list[str]:
 
 
 def summary(records: list[dict], name: str) -> str:
-    """Mean and standard deviation over seeds; of seconds and skipped updates the mean alone."""
+    """Mean and standard deviation over seeds; of skipped updates the mean alone."""
     values = [record[name] for record in records]
-    if name in ("seconds", "skipped updates"):
+    if name == "skipped updates":
         return f"{statistics.mean(values):.0f}"
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
     digits = 3 if "loss" in name else 2
@@ -172,7 +172,7 @@ def differences(records: list[dict], task: str) -> list[str]:
     for precision in PRECISIONS[1:]:
         seeds = [seed for form, seed in found if form == precision and ("fp32", seed) in found]
         told = ", ".join(f"{found[precision, seed] - found['fp32', seed]:+.3f}" for seed in seeds)
-        lines.append(f"{precision} less fp32, {name}, seed by seed: {told}.")
+        lines += [f"{precision} less fp32, {name}, seed by seed: {told}.", ""] if told else []
     return lines
 
 
@@ -185,7 +185,7 @@ def report(args: argparse.Namespace) -> str:
         "Weights, gradients, optimizer state and activations in 16 bits, no FP32 copy, beside FP32: the same seeds,",
         "the same first weights, the same batches. Mean ± standard deviation over seeds.",
         f"Made by `benchmarks/accuracy_precision.py` with: {settings}.",
-        f"The training loss is the mean of the last {LAST} updates; seconds are those of a busy machine.",
+        f"The training loss is the mean of the last {LAST} updates.",
         "",
         f"## CIFAR-10: {args.model} on images averaged to {args.side} x {args.side}",
         "SGD with Nesterov momentum 0.9, weight decay 5e-4, learning rate 0.1, divided by 5 after 30, 60 and 80%.",
@@ -193,7 +193,6 @@ def report(args: argparse.Namespace) -> str:
         *table(records, "CIFAR-10"),
         "",
         *differences(records, "CIFAR-10"),
-        "",
         "## multi30k, German to English: a small DynamicConv Transformer",
         f"Width {args.width}, kernels {args.kernels} in encoder and decoder, {args.tokens:,} tokens an update, Adam",
         f"(0.9, 0.98) at {args.lr:g} with a warm-up and the inverse square root; smoothed labels in both losses; BLEU",
@@ -202,7 +201,6 @@ def report(args: argparse.Namespace) -> str:
         *table(records, "multi30k"),
         "",
         *differences(records, "multi30k"),
-        "",
     ]
     return "\n".join(parts)
 
