@@ -28,7 +28,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Run:
-    """Three steps' gradients and losses, and the state before and after them."""
+    """A few steps' gradients and losses, and the state before and after them."""
 
     gradients: list[list[Tensor]]
     losses: list[Tensor]
@@ -38,7 +38,7 @@ class Run:
     random: Tensor
 
 
-def run(task: Task, steps: int = 3, seed: int = 1) -> Run:
+def run(task: Task, steps: int = 2, seed: int = 1) -> Run:
     """Trains for a few steps on the task's own batch."""
     torch.manual_seed(seed)
     before = weights(task.model)

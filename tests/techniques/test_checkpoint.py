@@ -55,7 +55,7 @@ def task(make, loss=classify):
 
 
 def same_as_plain(make, strategy, loss=classify):
-    """Whether three lean steps in FP64 have plain training's gradients, buffers and random numbers."""
+    """Whether lean steps in FP64 have plain training's gradients, buffers and random numbers."""
     plain = run(doubled(task(make, loss)))
     lean = run(apply(doubled(task(make, loss)), Plan(checkpoint=strategy)).task)
     gradients = all(distance(a, b) < 1e-10 for a, b in zip(lean.gradients, plain.gradients, strict=True))
