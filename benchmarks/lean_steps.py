@@ -38,14 +38,15 @@ PLANS = (
 _batches: dict[tuple[str, int], tuple] = {}
 
 
-def steps(model: str, batch: int, plan: dict, count: int = 2) -> shoestring.training.apply.LeanTask:
+def steps(model: str, size: int, plan: dict, count: int = 2) -> shoestring.training.apply.LeanTask:
     """Builds the model straight into its lean form and runs `count` steps: what the heap meter measures."""
-    task = builtin(model, batch)
+    task = builtin(model, size)
     # The batch is made in the warm-up and stays: data is not the training's memory.
-    task = task.with_(batch=_batches.setdefault((model, batch), task.batch))
-    lean = build(task, plan)
+    batch = _batches.setdefault((model, size), task.batch)
+    lean = build(task.with_(batch=batch), plan)
+    del task  # nor is the description of the dense model
     for _ in range(count):
-        lean.step(task.batch)
+        lean.step(batch)
     return lean
 
 
