@@ -438,3 +438,10 @@ def test_only_densities_and_layers_with_evidence_are_called_neutral():
 def test_the_planner_tries_no_sparsity_where_no_layer_can_be_sparse():
     task = builtin("wrn-10-1", batch=1, device="meta").with_(model=nn.ReLU())
     assert sparsity.options(task) == []
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_a_map_of_other_channels_than_the_layer_reads_is_refused(channels):
+    layer = SparseConv2d(nn.Conv2d(8, 4, 3), 60)
+    with pytest.raises(ShoestringError, match=r"8 channels got a map \(2, \d+, 6, 6\)"):
+        layer(torch.randn(2, channels, 6, 6))

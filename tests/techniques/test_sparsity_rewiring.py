@@ -167,7 +167,17 @@ def test_the_optimizer_starts_anew_for_rewired_tensors_and_goes_on_for_the_other
     assert all(t.numel() in (1, values.numel()) for t in state[values].values() if isinstance(t, torch.Tensor))
 
 
-@pytest.mark.parametrize("plan", [Plan(), Plan(checkpoint="residual-2*", microbatch=2)])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(),
+        Plan(checkpoint="residual-2*", microbatch=2),
+        Plan(precision="fp16", checkpoint="residual-2*", microbatch=2),
+        Plan(optimizer="8bit", checkpoint="no-bn"),
+        Plan(optimizer="fp16", microbatch=2),
+    ],
+    ids=lambda plan: "-".join(map(str, plan.techniques().values())) or "plain",
+)
 def test_training_goes_on_through_rewirings(plan):
     task = sparsity.apply(builtin("wrn-10-1", batch=4), sparsity.Settings(30, frequency_multiplier=50))
     lean = apply(task, plan)

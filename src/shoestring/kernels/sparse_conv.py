@@ -33,7 +33,10 @@ class _Plan(NamedTuple):
 
 def _output_size(size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes) -> Sizes:
     spans = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    return tuple((n + 2 * p - span) // s + 1 for n, p, span, s in zip(size, padding, spans, stride, strict=True))
+    out = tuple((n + 2 * p - span) // s + 1 for n, p, span, s in zip(size, padding, spans, stride, strict=True))
+    if min(out) < 1:
+        raise ShoestringError(f"a map of {tuple(size)} pixels is smaller than the kernel {list(kernel)}: pad it")
+    return out
 
 
 @lru_cache(maxsize=256)
@@ -137,22 +140,23 @@ def _fake_weight_gradient(
     _ = x.contiguous(), dy.contiguous(), _room(x, plan.scratch[2])
 
 
+# The ops themselves check nothing: for layers, whose settings were checked when they were made.
 _GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
-_forward_op = define(
+forward_op = define(
     f"sparse_conv2d(Tensor x, Tensor values, Tensor index, int out_channels, {_GEOMETRY}, Tensor? scale, "
     "Tensor? shift) -> Tensor",
     twin=reference_sparse.conv2d,
     fake=_fake_forward,
     compiled=_forward,
 )
-_input_gradient_op = define(
+input_gradient_op = define(
     "sparse_conv2d_input_gradient(Tensor dy, Tensor values, Tensor index, int[] input_size, "
     f"{_GEOMETRY}) -> Tensor",
     twin=reference_sparse.conv2d_input_gradient,
     fake=_fake_input_gradient,
     compiled=_input_gradient,
 )
-_weight_gradient_op = define(
+weight_gradient_op = define(
     f"sparse_conv2d_weight_gradient(Tensor(a!) gradient, Tensor x, Tensor dy, Tensor index, {_GEOMETRY}, "
     "Tensor? scale, Tensor? shift, bool accumulate) -> ()",
     twin=reference_sparse.conv2d_weight_gradient,
@@ -176,7 +180,7 @@ def sparse_conv2d_forward(
     """x [N, in, H, W], nonzeros and index of a weight [out, in, k1, k2] -> y, without a graph."""
     shape = _geometry(kernel, stride, padding, dilation)
     _check(x, values, index, out_channels, shape, scale, shift)
-    return _forward_op(x, values, index, out_channels, *shape, scale, shift)
+    return forward_op(x, values, index, out_channels, *shape, scale, shift)
 
 
 def sparse_conv2d_input_gradient(
@@ -192,7 +196,7 @@ def sparse_conv2d_input_gradient(
     """The gradient of y -> that of what the convolution read: x, or the activated map."""
     shape = _geometry(kernel, stride, padding, dilation)
     _check_gradient(dy, input_size, shape)
-    return _input_gradient_op(dy, values, index, input_size, *shape)
+    return input_gradient_op(dy, values, index, input_size, *shape)
 
 
 def sparse_conv2d_weight_gradient(
@@ -218,7 +222,7 @@ def sparse_conv2d_weight_gradient(
     _check_gradient(dy, x.shape, shape)
     if not out.is_contiguous():
         raise ShoestringError("the values' gradient must be contiguous: pass out=torch.empty_like(values)")
-    _weight_gradient_op(out, x, dy, index, *shape, scale, shift, accumulate)
+    weight_gradient_op(out, x, dy, index, *shape, scale, shift, accumulate)
     return out
 
 
@@ -248,8 +252,7 @@ def _check_sizes(
 ) -> None:
     if len(size) != 4:
         raise ShoestringError(f"a sparse convolution needs a map [N, C, H, W], not {tuple(size)}")
-    if min(_output_size(size[2:], *shape)) < 1:
-        raise ShoestringError(f"a map {tuple(size)} is smaller than the kernel {list(shape[0])}: pad it")
+    _output_size(size[2:], *shape)
     numel = out_channels * size[1] * shape[0][0] * shape[0][1]
     if dtype != torch.uint8 or index_bytes > bitmap_bytes(numel) or count > numel:
         raise ShoestringError(
@@ -278,11 +281,11 @@ class _Convolve(torch.autograd.Function):
     def forward(ctx, x, values, index, out_channels, shape):
         ctx.save_for_backward(values, index)
         ctx.input_size, ctx.shape = list(x.shape), shape
-        return _forward_op(x, values, index, out_channels, *shape, None, None)
+        return forward_op(x, values, index, out_channels, *shape, None, None)
 
     @staticmethod
     def backward(ctx, dy):
-        return _input_gradient_op(dy, *ctx.saved_tensors, ctx.input_size, *ctx.shape), None, None, None, None
+        return input_gradient_op(dy, *ctx.saved_tensors, ctx.input_size, *ctx.shape), None, None, None, None
 
 
 class _WithWeightGradient(torch.autograd.Function):
@@ -296,7 +299,7 @@ class _WithWeightGradient(torch.autograd.Function):
     def backward(ctx, dy):
         x, index = ctx.saved_tensors
         gradient = torch.empty_like(ctx.like) if ctx.gradient is None else ctx.gradient
-        _weight_gradient_op(gradient, x, dy, index, *ctx.shape, None, None, ctx.gradient is not None)
+        weight_gradient_op(gradient, x, dy, index, *ctx.shape, None, None, ctx.gradient is not None)
         return dy, gradient if ctx.gradient is None else None, None, None, None, None
 
 

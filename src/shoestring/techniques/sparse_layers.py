@@ -191,6 +191,7 @@ class SparseConv2d(SparseLayer):
 
     dense = nn.Conv2d
     settings = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+    in_channels: int
     out_channels: int
     kernel_size: tuple[int, int]
     stride: tuple[int, int]
@@ -214,8 +215,8 @@ class SparseConv2d(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         product = SparseConvolution(
-            self.values, self.index, self.bias, self.out_channels, self.kernel_size, self.stride, self.padding,
-            self.dilation,
+            self.values, self.index, self.bias, self.in_channels, self.out_channels,
+            (self.kernel_size, self.stride, self.padding, self.dilation),
         )  # fmt: skip
         return sparse_convolution(x, self.values, self.bias, product)
 

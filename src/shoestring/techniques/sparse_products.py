@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from ..kernels.sparse_conv import (
-    sparse_conv2d_forward,
-    sparse_conv2d_input_gradient,
-    sparse_conv2d_weight_gradient,
-)
+from ..errors import ShoestringError
+from ..kernels import sparse_conv
 from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from ..kernels.sparse_linear import (
     sparse_linear_forward,
@@ -68,30 +65,27 @@ class SparseConvolution:
     values: Tensor
     index: Tensor
     bias: Tensor | None
+    in_channels: int
     out_channels: int
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-    @property
-    def _geometry(self) -> tuple[Any, ...]:
-        return self.kernel, self.stride, self.padding, self.dilation
+    geometry: tuple[Any, ...]  # kernel, stride, padding, dilation: pairs
 
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
-        y = sparse_conv2d_forward(
-            x, self.values, self.index, self.out_channels, *self._geometry, *(prologue or ())
-        )
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ShoestringError(
+                f"a sparse convolution of {self.in_channels} channels got a map {tuple(x.shape)}: "
+                f"pass [N, {self.in_channels}, H, W]"
+            )
+        scale, shift = prologue or (None, None)
+        y = sparse_conv.forward_op(x, self.values, self.index, self.out_channels, *self.geometry, scale, shift)
         return y if self.bias is None else y.add_(self.bias.view(-1, 1, 1))
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        out = torch.empty_like(self.values)
-        return sparse_conv2d_weight_gradient(
-            x, grad, self.index, *self._geometry, *(prologue or ()), out=out
-        )
+        out, (scale, shift) = torch.empty_like(self.values), prologue or (None, None)
+        sparse_conv.weight_gradient_op(out, x, grad, self.index, *self.geometry, scale, shift, False)
+        return out
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return sparse_conv2d_input_gradient(grad, self.values, self.index, shape, *self._geometry)
+        return sparse_conv.input_gradient_op(grad, self.values, self.index, shape, *self.geometry)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum((0, 2, 3))
