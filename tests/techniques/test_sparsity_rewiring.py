@@ -175,6 +175,7 @@ def test_the_optimizer_starts_anew_for_rewired_tensors_and_goes_on_for_the_other
         Plan(precision="fp16", checkpoint="residual-2*", microbatch=2),
         Plan(optimizer="8bit", checkpoint="no-bn"),
         Plan(optimizer="fp16", microbatch=2),
+        Plan(optimizer="8bit+no-gradient"),
     ],
     ids=lambda plan: "-".join(map(str, plan.techniques().values())) or "plain",
 )
