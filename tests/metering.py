@@ -21,6 +21,6 @@ def measured(task: Task, steps: int = 2) -> Measurement:
     return measure_allocator(run, held=[*task.model.parameters(), *task.model.buffers(), *batch])
 
 
-def predicted(task: Task, steps: int = 2) -> Profile:
+def predicted(task: Task, brief: bool = False) -> Profile:
     """A task -> its profile with the scratch of this machine's operators."""
-    return calibrated(lambda table: profile(task, table, steps))
+    return calibrated(lambda table: profile(task, table, brief=brief))
