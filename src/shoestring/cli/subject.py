@@ -31,7 +31,7 @@ def _classification(args: argparse.Namespace) -> "Work":
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
     images = open_images(args.data, channels=3)
     shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
-    task = _with_recipe(builtin(args.model, seed=args.seed, **given(args, "batch"), **shape), args)
+    task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
     loss = CrossEntropy(args.label_smoothing or 0.0)
     return image_work(task, images, args.seed, loss, schedule="mostafa-wang")
 
@@ -47,7 +47,7 @@ def _translation(args: argparse.Namespace) -> "Work":
     pairs = open_pairs(args.data)
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
-    task = _with_recipe(builtin(args.model, seed=args.seed, tokens=tokens, **sizes), args)
+    task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
     return pair_work(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
 
 

@@ -298,7 +298,9 @@ class Search:
             yield f"no plan of lower risk fits: this one is {option.risk.name.lower()}"
         for name, value in option.settings:
             less = option.without(name)
-            if self.base(less.only(*SHARED)) is not None:
+            if traced := self.profiles.get(less.settings):
+                yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}"
+            elif self.base(less.only(*SHARED)) is not None:
                 yield f"{name} {value}: without it about {format_bytes(self.estimate(less)[0], 2)}"
 
     def pareto(self, chosen: Option) -> list[dict[str, Any]]:

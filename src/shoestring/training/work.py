@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Images, Pairs, TokenBatches, on_images, token_batches
 from ..errors import ShoestringError
+from ..models import materialise
 from ..planning.plan import Plan
 from ..task import Loss, Task
 from .apply import LeanTask, apply, lean_task
@@ -72,6 +73,7 @@ class ImageWork:
 
     def under(self, plan: Plan) -> Lesson:
         lean = apply(self.task, plan)
+        materialise(lean.model, seed=self.seed)  # a model on the meta device is built straight into its lean form
         data = ImageBatches(self.images.train, self.size, self.augment, self.seed)
         test = ImageBatches(self.images.test, min(self.size, len(self.images.test)), self.augment)
         return Lesson(lean, data, accuracy(lean.task, test, self.augment), self.schedule)
@@ -105,8 +107,9 @@ def _check_images(task: Task, images: Images) -> None:
             f"the data has images of {images.shape} (channels, height, width) and the model takes {wanted}: "
             "choose data, or a model, of the same shape"
         )
+    parameter = next(task.model.parameters())
     with evaluating(task.model):
-        scores = task.model(task.batch[0][:1])
+        scores = task.model(task.batch[0][:1].to(parameter.device))  # on the meta device: shapes only
     if scores.shape[-1] < len(images.classes):
         raise ShoestringError(
             f"the data has {len(images.classes)} classes and the model scores {scores.shape[-1]}: give it more"
@@ -142,6 +145,7 @@ class PairWork:
     def under(self, plan: Plan) -> Lesson:
         data = token_batches(self.pairs.train, self.tokens, plan.microbatch, self.seed, self.longest)
         task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
+        materialise(task.model, seed=self.seed)
         lean = LeanTask(task.with_(settings=task.settings | {"microbatch": data.microbatch}), plan)
         if self.quality == "bleu":
             return Lesson(lean, data, self._bleu(lean.task, data.microbatch), "inverse-sqrt")
