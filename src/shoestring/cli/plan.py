@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",
-    "wrn-28-2 --batch 100 --budget 7MB --risk approximate --output plan.json",
+    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --budget 7MB --output plan.json",
 )
 
 
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "plan", run, "pick the cheapest techniques that fit a budget", EXAMPLES)
     add_model(parser)
+    parser.add_argument("--data", metavar="DIR", help="plan for the batches that `train --data DIR` reads")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 7MB or 1.5GB")
     add_risk(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     parse_bytes(args.budget)  # refuses nonsense before the work
     with users_code(args.model):
-        result = make_plan(load_task(args.model, given(args, "batch", "tokens"), device="meta"), args)
+        result = _on_data(args) if args.data else make_plan(_task(args), args)
     if args.output:
         write_text(args.output, result.to_json())
         print(f"shoestring: wrote {args.output}", file=sys.stderr)
@@ -50,6 +51,18 @@ def run(args: argparse.Namespace) -> int:
 
         show_plan(make_console(), result)
     return 0
+
+
+def _task(args: argparse.Namespace) -> Any:
+    return load_task(args.model, given(args, "batch", "tokens"), device="meta")
+
+
+def _on_data(args: argparse.Namespace) -> "Plan":
+    """The plan of a run on data, whose images are in memory as bytes and whose sentences have their own lengths."""
+    from .subject import RECIPE, load_work
+
+    work = load_work(argparse.Namespace(**RECIPE | vars(args)))
+    return work.adapted(make_plan(work.task, args))
 
 
 def make_plan(task: Any, args: argparse.Namespace) -> "Plan":

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from ..training.work import Work
 
 
+RECIPE: dict[str, Any] = {"seed": 0} | dict.fromkeys(
+    ("lr", "weight_decay", "clip", "label_smoothing", "quality")
+)  # what `load_work` reads besides MODEL, its size and --data, where it is not given
+
+
 def load_work(args: argparse.Namespace) -> "Work":
     """MODEL and --data -> the task on that data."""
     if is_builtin(args.model):

@@ -1,0 +1,55 @@
+"""`shoestring plan`: a plan in words, as data and as a file that `train` follows; refusals in one line."""
+
+import json
+
+import pytest
+
+NET = """
+def task(batch=32):
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    return make(model=model, batch=torch.zeros(batch, 4), optimizer=SGD(lr=0.1, momentum=0.9))
+"""
+
+
+def test_a_plan_says_what_it_does_and_why(shoestring, user):
+    answer = shoestring("plan", user(NET), "--batch", 256, "--budget", "200KB")
+    assert answer.code == 0, answer.err
+    assert "predicted peak" in answer.out and "of 200.0 KB" in answer.out
+    assert "plain training needs" in answer.out and "without it about" in answer.out
+    assert "what no other plan beats" in answer.out
+
+
+def test_json_is_the_plan_and_the_file_is_the_same(shoestring, user, tmp_path):
+    path = tmp_path / "plan.json"
+    answer = shoestring("plan", user(NET), "--batch", 256, "--budget", "200KB", "--output", path, "--json")
+    found = json.loads(answer.out)
+    assert found == json.loads(path.read_text()) and found["predicted_peak_bytes"] <= 198_000
+    assert {row["risk"] for row in found["alternatives"]} <= {"exact", "neutral", "approximate"}
+
+
+def test_a_plan_on_data_is_what_train_follows(shoestring, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    size = ("--batch", 50, "--data", "none")
+    assert "the data folder none does not exist" in shoestring("plan", "wrn-10-0.1", *size, "--budget", "4MB").err
+    (tmp_path / "plan.json").write_text('{"version": 1, "task": "wrn-10-0.1", "microbatch": 25}')
+    answer = shoestring(
+        "train", "wrn-10-0.1", "--batch", 50, "--updates", 1, "--threads", 1, "--plan", "plan.json", "--json"
+    )
+    assert json.loads(answer.out)["settings"]["techniques"] == {"microbatch": 25}
+
+
+@pytest.mark.parametrize(
+    "arguments, code, words",
+    [
+        (("--budget", "10B"), 3, "no plan fits 10 B: the smallest peak found is"),
+        (("--budget", "lots"), 2, "'lots' is not a size in bytes"),
+        ((), 2, "--budget"),
+        (("--budget", "1MB", "--risk", "some"), 2, "invalid choice: 'some'"),
+        (("--budget", "1MB", "--output", "plan.txt"), 2, "must end in .json"),
+        (("--budget", "1MB", "--output", "nowhere/plan.json"), 2, "there is no folder 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(shoestring, user, arguments, code, words):
+    answer = shoestring("plan", user(NET), *arguments)
+    assert answer.code == code and answer.out == "" and words in answer.err.splitlines()[-1]
+    assert "Traceback" not in answer.err
