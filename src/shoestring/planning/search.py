@@ -37,7 +37,7 @@ SHARED = ("precision", "checkpoint")  # settings of the traces from which the ot
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
 ROOM = 0.01  # of the budget stays free: for states of random numbers, autograd's nodes and Python's own objects
 SPARSER = {50: 1, 40: 1, 30: 1, 20: 2}  # how approximate: steps of about half a point of accuracy (paper, Table 3)
-ALTERNATIVES = 3  # that are traced to be shown beside the plan
+ALTERNATIVES = 2  # that are traced to be shown beside the plan
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ def options(task: Task) -> list[str]:
     """The strategies that the planner tries on this model."""
     norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules())
     if find_blocks(task.model):
-        return [*(["no-bn"] if norms else []), "residual-1", "residual-1*", "residual-2*", "optimal"]
+        with_norms = ["no-bn", "residual-1*"] if norms else []  # without norms residual-1* is residual-1
+        return [*with_norms, "residual-1", "residual-2*", "optimal"]
     return [*(["no-bn"] if norms else []), "every-4", "every-12"]
 
 

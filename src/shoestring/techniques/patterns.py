@@ -4,13 +4,14 @@ Batch norm -> ReLU -> convolution can be done as one operation that keeps only i
 looks at what is in between. That is a fact about the model's code, so it is read off a run of it.
 """
 
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -54,8 +55,23 @@ class _Recorder(TorchFunctionMode):
         return out
 
 
+_learned: weakref.WeakKeyDictionary[nn.Module, Patterns] = weakref.WeakKeyDictionary()
+
+
 def learn(task: Task, piece: Any) -> Patterns:
-    """A task and one of its microbatches -> the patterns of its forward pass."""
+    """A task and one of its microbatches -> the patterns of its forward pass.
+
+    Those of a model on the meta device are learned once: nothing changes such a model in place, and a planner applies
+    many plans to it.
+    """
+    if not any(parameter.is_meta for parameter in task.model.parameters()):
+        return _learn(task, piece)
+    if task.model not in _learned:
+        _learned[task.model] = _learn(task, piece)
+    return _learned[task.model]
+
+
+def _learn(task: Task, piece: Any) -> Patterns:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, torch.device("cpu"))
     recorder = _Recorder()
