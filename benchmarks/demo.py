@@ -29,7 +29,7 @@ from shoestring.training.schedules import schedule
 from shoestring.training.work import CrossEntropy, ImageWork, Lesson, image_work
 from shoestring.units import format_bytes
 
-MODEL, BATCH, BUDGET, EPOCHS = "wrn-10-1", 100, "4MB", 4
+MODEL, BATCH, BUDGET, EPOCHS = "wrn-10-1", 100, "2.2MB", 12
 STEPS = 5  # of each, timed in turn
 RUN, PICTURE = Path("runs") / "demo", Path("runs") / "demo.png"
 console = make_console()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CALLS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")  # what a save asks of the system
-SETTINGS = ("momentum", "adam in microbatches", "checkpoints and masks")
+SETTINGS = ("momentum", "adam in microbatches", "checkpoints and masks", "sparse in FP16", "8-bit state")
 
 
 def quick_folder() -> tempfile.TemporaryDirectory:
@@ -41,6 +41,11 @@ def run(setting: str, folder: str, resume: bool) -> None:
         lean = apply(task(Adam(weight_decay=0.1, decoupled=True), clip=1.0), Plan(microbatch=2))
         loader = torch.utils.data.DataLoader(pictures(), batch_size=6, shuffle=True)
         train(lean, loader, schedule=schedule("inverse-sqrt", 30), average=3, **how)
+    elif setting == "sparse in FP16":
+        lean = apply(task(), Plan(nonzero=50, precision="fp16", microbatch=3))
+        train(lean, Noise(), **how)
+    elif setting == "8-bit state":
+        train(apply(task(Adam()), Plan(optimizer="8bit", checkpoint="residual-1")), Noise(), **how)
     else:
         small, masks = task(), torch.Generator().manual_seed(4)
         small = small.with_(after_update=(Rewiring(small.model.head.weight, masks),))

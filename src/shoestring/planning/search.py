@@ -1,9 +1,9 @@
 """The search: from a budget in bytes to the plan that keeps it at least cost.
 
 Exactness is spent first: plans that compute the same numbers, then those whose effect was found not to matter, then
-approximate ones, the mildest first, up to the risk that the user allows. Among equals the least predicted time wins.
-So plans are in one order that no budget changes, and a lower budget never gets a higher peak. Whether a plan fits is
-decided by tracing the task after `apply`, with the scratch that its operators need on this machine; an estimate
+approximate ones, the mildest of each first, up to the risk that the user allows. Among equals the least predicted time
+wins. So plans are in one order that no budget changes, and a lower budget never gets a higher peak. Whether a plan fits
+is decided by tracing the task after `apply`, with the scratch that its operators need on this machine; an estimate
 (estimate.py) only skips what is far from fitting, and learns from each trace how far it was off.
 """
 
@@ -155,8 +155,6 @@ class Search:
 
     def _degree(self, option: Option) -> int:
         """How approximate an option is, within its risk."""
-        if option.risk < Risk.APPROXIMATE:
-            return 0
         settings = dict(option.settings)
         sparser = SPARSER.get(settings["nonzero"], 4) if "nonzero" in settings else 0
         size = settings.get("microbatch", self.units)
