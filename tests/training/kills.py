@@ -43,7 +43,7 @@ def run(setting: str, folder: str, resume: bool) -> None:
         train(lean, loader, schedule=schedule("inverse-sqrt", 30), average=3, **how)
     elif setting == "sparse in FP16":
         lean = apply(task(), Plan(nonzero=50, precision="fp16", microbatch=3))
-        train(lean, Noise(), **how)
+        train(lean, Noise(), **(how | {"evaluation": None}))  # which would feed FP32 to the model itself
     elif setting == "8-bit state":
         train(apply(task(Adam()), Plan(optimizer="8bit", checkpoint="residual-1")), Noise(), **how)
     else:
