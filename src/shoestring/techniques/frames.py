@@ -241,7 +241,7 @@ class _State:
         """Drops the state (5 KB) where the call drew no random number."""
         # A trace has no values, but the generator's state is real there too.
         with _disable_current_modes() if is_traced() else nullcontext():
-            if torch.equal(self.random, torch.get_rng_state()):
+            if self.random is not None and torch.equal(self.random, torch.get_rng_state()):
                 self.random = None
 
     @contextmanager
