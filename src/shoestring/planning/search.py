@@ -35,7 +35,8 @@ Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
 SHARED = ("precision", "checkpoint")  # settings of the traces from which the others' effect is estimated
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
-ROOM = 0.01  # of the budget stays free: for states of random numbers, autograd's nodes and Python's own objects
+# Room for what no trace sees, which the heap meter does: autograd's nodes, Python's objects, states of random numbers.
+ROOM_BYTES, ROOM_SHARE, MOST_ROOM = 150_000, 0.01, 0.05
 SPARSER = {50: 1, 40: 1, 30: 1, 20: 2}  # how approximate: steps of about half a point of accuracy (paper, Table 3)
 ALTERNATIVES = 2  # that are traced to be shown beside the plan
 
@@ -216,7 +217,8 @@ class Search:
 
     def has_room(self, traced: Profile) -> bool:
         """Whether a traced step fits, with room for what no trace sees."""
-        return traced.peak_bytes <= (1 - ROOM) * self.budget
+        room = min(MOST_ROOM * self.budget, ROOM_BYTES + ROOM_SHARE * self.budget)
+        return traced.peak_bytes <= self.budget - room
 
     def _calibrate(self, traced: Profile) -> bool:
         """Asks for the scratch of operators that is not known -> whether any of them needs some."""
