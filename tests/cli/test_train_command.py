@@ -94,6 +94,16 @@ def test_a_budget_alone_is_planned_for_and_kept(train, tmp_path):
     assert json.loads(resumed.out)["settings"]["techniques"] == found["settings"]["techniques"]
 
 
+def test_every_technique_has_its_word_on_the_command_line(train):
+    words = ("--precision", "bf16", "--optimizer", "8bit", "--microbatch", 2, "--replan")
+    answer = train("--epochs", 1, "--json", *words)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)["settings"]["techniques"]
+    assert found == {"precision": "bf16", "optimizer": "8bit", "microbatch": 2}
+    refused = train("--epochs", 1, "--keep", "everything", "--run", "other")
+    assert refused.code == 2 and "everything" in refused.err
+
+
 def test_json_is_all_that_stdout_has(train):
     answer = train("--epochs", 1, "--json")
     found = json.loads(answer.out)
