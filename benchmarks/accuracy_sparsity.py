@@ -129,11 +129,8 @@ def report(args: argparse.Namespace) -> str:
         mine = [record for record in records if record["name"] == name]
         found = [record["accuracy"] for record in mine]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        seconds = statistics.mean(record["seconds"] for record in mine)
         memory = mine[0]["memory_bytes"] / 1e6
-        rows.append(
-            f"| {name} | {memory:.2f} | {statistics.mean(found):.2f} ± {spread:.2f} | {len(found)} | {seconds:.0f} |"
-        )
+        rows.append(f"| {name} | {memory:.2f} | {statistics.mean(found):.2f} ± {spread:.2f} | {len(found)} |")
     settings = ", ".join(f"{name} {value}" for name, value in settings_of(args).items())
     return "\n".join(
         [
@@ -145,8 +142,8 @@ def report(args: argparse.Namespace) -> str:
             "which images were averaged down. Accuracy is the mean and standard deviation over seeds.",
             "Memory is the predicted peak of a training step, FP32, residual-2*, microbatches of 10.",
             "",
-            "| network | MB | test accuracy, % | seeds | seconds of a run |",
-            "|---|---|---|---|---|",
+            "| network | MB | test accuracy, % | seeds |",
+            "|---|---|---|---|",
             *rows,
             "",
         ]
