@@ -11,9 +11,8 @@ from shoestring.data.files import Rows, read_checked, write_checked
 from shoestring.data.language import sentence_pairs
 from shoestring.data.vocabulary import PARTS, Vocabulary, encode
 from shoestring.errors import ShoestringError
-from shoestring.models import dynamicconv
 from shoestring.models.translation import count_target_tokens, shift_right
-from shoestring.tokens import BOS, EOS, PAD, SPECIAL_IDS, UNKNOWN
+from shoestring.tokens import EOS, PAD, UNKNOWN
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +57,6 @@ def test_no_test_sentence_of_the_embedded_language_is_trained_on(little):
 
 
 # Vocabularies
-
-
-def test_the_special_ids_are_those_of_the_transformer():
-    theirs = dynamicconv.BOS, dynamicconv.PAD, dynamicconv.EOS, dynamicconv.UNKNOWN, dynamicconv.SPECIAL_IDS
-    assert theirs == (BOS, PAD, EOS, UNKNOWN, SPECIAL_IDS)
 
 
 def test_ids_become_the_text_again(little):

@@ -80,7 +80,7 @@ def test_a_brief_trace_has_the_peak_of_whole_steps(make, settings):
 
 def test_a_lower_budget_never_yields_a_higher_peak():
     peaks = []
-    for share in range(100, 0, -12):
+    for share in range(100, 0, -20):
         try:
             peaks.append(plan(little(), PLAIN * share // 100, risk="approximate", rates=RATES).predicted_peak_bytes)
         except NoPlanFits:
