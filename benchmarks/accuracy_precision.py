@@ -8,17 +8,15 @@ precisions start from the same weights (rounded to their 16 bits) and read the s
 """
 
 import argparse
-import json
 import statistics
 import time
 from functools import cache
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from accuracy_runs import Runs, cifar, command_line, mean_and_spread, train_or_report
 
 import shoestring
-from shoestring.data import Augment, ImageBatches, open_images, open_pairs, token_batches
+from shoestring.data import open_pairs, token_batches
 from shoestring.models import materialise
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
@@ -46,24 +44,13 @@ def plan(precision: str) -> shoestring.Plan:
 # -- the two tasks -----------------------------------------------------------------------------------------------
 def images(precision: str, seed: int, args: argparse.Namespace) -> dict:
     """Trains the WRN -> its test accuracy in percent."""
-    source = open_images(f"{args.data}/cifar-10-batches-bin")
-    augment = Augment(source.mean, source.std)
-
-    def prepare(pixels, draws):
-        return F.avg_pool2d(augment(pixels, draws), 32 // args.side)
-
-    def loss(model, batch):
-        pixels, labels, draws = batch
-        return F.cross_entropy(model(prepare(pixels, draws)), labels)
-
-    data = ImageBatches(source.train, args.batch, augment, seed)
-    test = ImageBatches(source.test, args.batch, augment)
+    data = cifar(f"{args.data}/cifar-10-batches-bin", args.batch, args.side, seed)
     task = shoestring.builtin(args.model, batch=args.batch, device="meta", image=args.side)
-    task = task.with_(loss=loss, batch=data.read(0, 0), optimizer=shoestring.SGD(0.1, 0.9, True, 5e-4))
+    task = task.with_(loss=data.loss, batch=data.train.read(0, 0), optimizer=shoestring.SGD(0.1, 0.9, True, 5e-4))
     materialise(task.model, seed=seed)
     lean = apply(task, plan(precision))
-    told = trained(lean, data, args.updates, mostafa_wang(args.updates), seed)
-    return told | {"test accuracy, %": accuracy(lean.task, test, prepare)(lean.model)}
+    told = trained(lean, data.train, args.updates, mostafa_wang(args.updates), seed)
+    return told | {"test accuracy, %": accuracy(lean.task, data.test, data.prepare)(lean.model)}
 
 
 def pairs(precision: str, seed: int, args: argparse.Namespace) -> dict:
@@ -124,24 +111,17 @@ QUALITIES = {"CIFAR-10": ("test accuracy, %",), "multi30k": ("validation loss", 
 
 
 # -- the study ---------------------------------------------------------------------------------------------------
-def results(path: Path, settings: dict) -> list[dict]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["settings"] == settings]
-
-
 def study(args: argparse.Namespace) -> None:
-    settings, path = settings_of(args), Path(args.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    runs = [(seed, task, form) for seed in range(args.seeds) for task in TASKS for form in PRECISIONS]
-    runs.sort(key=lambda run: run[2] == "bf16")  # last, if there is no time for all
-    for seed, task, precision in runs:
-        if any((r["seed"], r["task"], r["precision"]) == (seed, task, precision) for r in results(path, settings)):
-            continue
-        record = {"seed": seed, "task": task, "precision": precision, "settings": settings}
-        record |= TASKS[task](precision, seed, args)
-        with path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
-        print({name: value for name, value in record.items() if name != "settings"}, flush=True)
+    runs = Runs(args.results, settings_of(args))
+    wanted = [
+        {"seed": seed, "task": task, "precision": precision}
+        for seed in range(args.seeds)
+        for task in TASKS
+        for precision in PRECISIONS
+    ]
+    wanted.sort(key=lambda run: run["precision"] == "bf16")  # last, if there is no time for all
+    for run in runs.missing(wanted):
+        runs.add(run | TASKS[run["task"]](run["precision"], run["seed"], args))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
@@ -160,9 +140,7 @@ def summary(records: list[dict], name: str) -> str:
     values = [record[name] for record in records]
     if name == "skipped updates":
         return f"{statistics.mean(values):.0f}"
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    digits = 3 if "loss" in name else 2
-    return f"{statistics.mean(values):.{digits}f} ± {spread:.{digits}f}"
+    return mean_and_spread(values, digits=3 if "loss" in name else 2)
 
 
 def differences(records: list[dict], task: str) -> list[str]:
@@ -177,7 +155,7 @@ def differences(records: list[dict], task: str) -> list[str]:
 
 
 def report(args: argparse.Namespace) -> str:
-    records = results(Path(args.results), settings_of(args))
+    records = Runs(args.results, settings_of(args))()
     settings = ", ".join(f"{name} {value}" for name, value in settings_of(args).items())
     parts = [
         "# Quality of 16-bit training, measured",
@@ -206,11 +184,8 @@ def report(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="/work/shared/data")
+    parser = command_line(__doc__.splitlines()[0], "runs/accuracy_precision.jsonl")
     parser.add_argument("--model", default="wrn-10-1")
-    parser.add_argument("--side", type=int, default=16, help="pixels; images are averaged down to it")
-    parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--kernels", type=int, nargs="+", default=[3, 7])
@@ -220,16 +195,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--warmup", type=float, default=0.15)
     parser.add_argument("--translation-updates", type=int, default=350)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--results", default="runs/accuracy_precision.jsonl")
-    parser.add_argument("--report", help="write the table of the results to this file, and train nothing")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.report:
-        Path(args.report).write_text(report(args))
-    else:
-        study(args)
+    train_or_report(parser.parse_args(), study, report)
 
 
 if __name__ == "__main__":

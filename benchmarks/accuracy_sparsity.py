@@ -10,17 +10,12 @@ checkpoints, for speed: they would change the numbers only through batch norm's 
 """
 
 import argparse
-import json
-import statistics
 import time
 from functools import cache
-from pathlib import Path
 
-import torch
-import torch.nn.functional as F
+from accuracy_runs import Runs, cifar, command_line, mean_and_spread, train_or_report
 
 import shoestring
-from shoestring.data import Augment, ImageBatches, open_images
 from shoestring.models import materialise
 from shoestring.techniques import sparsity
 from shoestring.training.apply import lean_task
@@ -77,60 +72,36 @@ def narrow(base: str, side: int, nonzero: float) -> str:
     return min((f"wrn-{depth}-{w}" for w in WIDTHS), key=lambda model: abs(memory_bytes(model, side) - wanted))
 
 
-# -- a run -------------------------------------------------------------------------------------------------------
-def run(network: dict, seed: int, args: argparse.Namespace) -> dict:
+# -- the study ---------------------------------------------------------------------------------------------------
+def trained(network: dict, seed: int, args: argparse.Namespace) -> dict:
     """Trains one network -> its test accuracy and time."""
-    images = open_images(args.data)
-    augment = Augment(images.mean, images.std)
-
-    def prepare(batch, draws):
-        return F.avg_pool2d(augment(batch, draws), 32 // args.side)
-
-    def loss(model, batch):
-        pixels, labels, draws = batch
-        return F.cross_entropy(model(prepare(pixels, draws)), labels)
-
-    data = ImageBatches(images.train, args.batch, augment, seed)
-    test = ImageBatches(images.test, args.batch, augment)
+    data = cifar(args.data, args.batch, args.side, seed)
     task = make(network, args.side, args.batch, args.updates, args.frequency, seed)
-    task = task.with_(loss=loss, batch=data.read(0, 0), optimizer=shoestring.SGD(args.lr, 0.9, True, 5e-4))
+    task = task.with_(loss=data.loss, batch=data.train.read(0, 0), optimizer=shoestring.SGD(args.lr, 0.9, True, 5e-4))
     materialise(task.model, seed=seed)
     start = time.perf_counter()
-    train(task, data, updates=args.updates, schedule=mostafa_wang(args.updates), seed=seed)
+    train(task, data.train, updates=args.updates, schedule=mostafa_wang(args.updates), seed=seed)
     seconds = time.perf_counter() - start
-    return {"accuracy": accuracy(task, test, prepare)(task.model), "seconds": seconds}
-
-
-def results(path: Path, settings: dict) -> list[dict]:
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [record for record in map(json.loads, lines) if record["settings"] == settings]
+    return {"accuracy": accuracy(task, data.test, data.prepare)(task.model), "seconds": seconds}
 
 
 def study(args: argparse.Namespace) -> None:
-    settings, path = settings_of(args), Path(args.results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    for seed in range(args.seeds):
-        for name, network in networks(args).items():
-            if any((r["name"], r["seed"]) == (name, seed) for r in results(path, settings)):
-                continue
-            memory = memory_bytes(network["model"], args.side, network.get("nonzero"))
-            record = {"name": name, "seed": seed, "settings": settings, "memory_bytes": memory}
-            record |= run(network, seed, args)
-            with path.open("a") as file:
-                file.write(json.dumps(record) + "\n")
-            print(f"{name}, seed {seed}: {record['accuracy']:.2f}% in {record['seconds']:.0f} s", flush=True)
+    runs, found = Runs(args.results, settings_of(args)), networks(args)
+    for run in runs.missing({"seed": seed, "name": name} for seed in range(args.seeds) for name in found):
+        network = found[run["name"]]
+        memory = memory_bytes(network["model"], args.side, network.get("nonzero"))
+        runs.add(run | {"memory_bytes": memory} | trained(network, run["seed"], args))
 
 
 # -- the table ---------------------------------------------------------------------------------------------------
 def report(args: argparse.Namespace) -> str:
-    records = results(Path(args.results), settings_of(args))
+    records = Runs(args.results, settings_of(args))()
     rows = []
     for name in dict.fromkeys(record["name"] for record in records):
         mine = [record for record in records if record["name"] == name]
         found = [record["accuracy"] for record in mine]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
         memory = mine[0]["memory_bytes"] / 1e6
-        rows.append(f"| {name} | {memory:.2f} | {statistics.mean(found):.2f} ± {spread:.2f} | {len(found)} |")
+        rows.append(f"| {name} | {memory:.2f} | {mean_and_spread(found, digits=2)} | {len(found)} |")
     settings = ", ".join(f"{name} {value}" for name, value in settings_of(args).items())
     return "\n".join(
         [
@@ -151,26 +122,14 @@ def report(args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="/work/shared/data")
+    parser = command_line(__doc__.splitlines()[0], "runs/accuracy_sparsity.jsonl")
     parser.add_argument("--base", default="wrn-16-1")
     parser.add_argument("--shallow", default="wrn-10-1")
     parser.add_argument("--nonzero", type=float, nargs="+", default=[30, 20, 10])
-    parser.add_argument("--side", type=int, default=16, help="pixels; images are averaged down to it")
-    parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--updates", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--frequency", type=float, default=8, help="rewirings: times those of the paper")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--results", default="runs/accuracy_sparsity.jsonl")
-    parser.add_argument("--report", help="write the table of the results to this file, and train nothing")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    if args.report:
-        Path(args.report).write_text(report(args))
-    else:
-        study(args)
+    train_or_report(parser.parse_args(), study, report)
 
 
 if __name__ == "__main__":

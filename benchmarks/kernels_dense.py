@@ -30,19 +30,25 @@ def norm_rows() -> Iterator[Row]:
             x, g = (torch.randn(shape).contiguous(memory_format=layout) for _ in range(2))
             gamma, beta = torch.rand(shape[1]), torch.randn(shape[1])
             halves = x.half(), g.half(), gamma, beta
-            yield f"norm+relu forward {shape} {name}", {
-                "torch": lambda x=x, w=gamma, b=beta: F.batch_norm(x, None, None, w, b, True).relu_(),
-                "fp32": lambda x=x, w=gamma, b=beta: norm_forward(x, w, b),
-                "fp16": lambda h=halves: norm_forward(h[0], *h[2:]),
-            }
+            yield (
+                f"norm+relu forward {shape} {name}",
+                {
+                    "torch": lambda x=x, w=gamma, b=beta: F.batch_norm(x, None, None, w, b, True).relu_(),
+                    "fp32": lambda x=x, w=gamma, b=beta: norm_forward(x, w, b),
+                    "fp16": lambda h=halves: norm_forward(h[0], *h[2:]),
+                },
+            )
             mean, variance = norm.batch_norm_statistics(x)
             statistics = mean, (variance + 1e-5).rsqrt(), gamma, beta
             y = norm_forward(x, gamma, beta)
-            yield f"norm+relu backward {shape} {name}", {
-                "torch": lambda x=x, g=g, y=y, s=statistics: torch_norm_backward(x, g, y, *s[:3]),
-                "fp32": lambda x=x, g=g, s=statistics: norm.batch_norm_backward(g, x, *s, True, out=g),
-                "fp16": lambda h=halves, s=statistics: norm.batch_norm_backward(h[1], h[0], *s, True, out=h[1]),
-            }
+            yield (
+                f"norm+relu backward {shape} {name}",
+                {
+                    "torch": lambda x=x, g=g, y=y, s=statistics: torch_norm_backward(x, g, y, *s[:3]),
+                    "fp32": lambda x=x, g=g, s=statistics: norm.batch_norm_backward(g, x, *s, True, out=g),
+                    "fp16": lambda h=halves, s=statistics: norm.batch_norm_backward(h[1], h[0], *s, True, out=h[1]),
+                },
+            )
 
 
 def norm_forward(x, gamma, beta):
@@ -52,9 +58,7 @@ def norm_forward(x, gamma, beta):
 
 def torch_norm_backward(x, g, y, mean, invstd, gamma):
     g = torch.ops.aten.threshold_backward(g, y, 0)
-    return torch.ops.aten.native_batch_norm_backward(
-        g, x, gamma, None, None, mean, invstd, True, 1e-5, [True] * 3
-    )
+    return torch.ops.aten.native_batch_norm_backward(g, x, gamma, None, None, mean, invstd, True, 1e-5, [True] * 3)
 
 
 def conv_rows(batches=(100, 10)) -> Iterator[Row]:
@@ -78,21 +82,30 @@ def conv_three(what, x, w, g, stride, layout) -> Iterator[Row]:
         pair = [stride, stride], [1, 1], [1, 1], False, [0, 0], 1
         return torch.ops.aten.convolution_backward(g, x, laid, None, *pair, [*mask, False])
 
-    yield f"conv forward {what}", {
-        "torch": lambda: F.conv2d(x, laid, None, stride, 1),
-        "fp32": lambda: conv.conv_forward(x, w, **settings),
-        "fp16": lambda: conv.conv_forward(half_x, half_w, **settings),
-    }
-    yield f"conv input gradient {what}", {
-        "torch": lambda: backward(True, False),
-        "fp32": lambda: conv.conv_input_gradient(g, w, x.shape, **settings),
-        "fp16": lambda: conv.conv_input_gradient(half_g, half_w, x.shape, **settings),
-    }
-    yield f"conv weight gradient {what}", {
-        "torch": lambda: backward(False, True),
-        "fp32": lambda: conv.conv_weight_gradient(g, x, w.shape, **settings, out=sums),
-        "fp16": lambda: conv.conv_weight_gradient(half_g, half_x, w.shape, **settings, out=sums),
-    }
+    yield (
+        f"conv forward {what}",
+        {
+            "torch": lambda: F.conv2d(x, laid, None, stride, 1),
+            "fp32": lambda: conv.conv_forward(x, w, **settings),
+            "fp16": lambda: conv.conv_forward(half_x, half_w, **settings),
+        },
+    )
+    yield (
+        f"conv input gradient {what}",
+        {
+            "torch": lambda: backward(True, False),
+            "fp32": lambda: conv.conv_input_gradient(g, w, x.shape, **settings),
+            "fp16": lambda: conv.conv_input_gradient(half_g, half_w, x.shape, **settings),
+        },
+    )
+    yield (
+        f"conv weight gradient {what}",
+        {
+            "torch": lambda: backward(False, True),
+            "fp32": lambda: conv.conv_weight_gradient(g, x, w.shape, **settings, out=sums),
+            "fp16": lambda: conv.conv_weight_gradient(half_g, half_x, w.shape, **settings, out=sums),
+        },
+    )
 
 
 def linear_rows() -> Iterator[Row]:
@@ -101,18 +114,27 @@ def linear_rows() -> Iterator[Row]:
         x, w, g = torch.randn(tokens, inside), torch.randn(outside, inside), torch.randn(tokens, outside)
         halves = x.half(), w.half(), g.half(), torch.zeros(outside, inside).half()
         what = f"{tokens} x {inside} x {outside}"
-        yield f"linear forward {what}", {
-            "torch": lambda x=x, w=w: x @ w.t(),
-            "fp16": lambda h=halves: linear.linear_forward(h[0], h[1]),
-        }
-        yield f"linear input gradient {what}", {
-            "torch": lambda g=g, w=w: g @ w,
-            "fp16": lambda h=halves: linear.linear_input_gradient(h[2], h[1]),
-        }
-        yield f"linear weight gradient {what}", {
-            "torch": lambda g=g, x=x: g.t() @ x,
-            "fp16": lambda h=halves: linear.linear_weight_gradient(h[2], h[0], out=h[3]),
-        }
+        yield (
+            f"linear forward {what}",
+            {
+                "torch": lambda x=x, w=w: x @ w.t(),
+                "fp16": lambda h=halves: linear.linear_forward(h[0], h[1]),
+            },
+        )
+        yield (
+            f"linear input gradient {what}",
+            {
+                "torch": lambda g=g, w=w: g @ w,
+                "fp16": lambda h=halves: linear.linear_input_gradient(h[2], h[1]),
+            },
+        )
+        yield (
+            f"linear weight gradient {what}",
+            {
+                "torch": lambda g=g, x=x: g.t() @ x,
+                "fp16": lambda h=halves: linear.linear_weight_gradient(h[2], h[0], out=h[3]),
+            },
+        )
 
 
 def dynamic_rows() -> Iterator[Row]:
@@ -120,11 +142,14 @@ def dynamic_rows() -> Iterator[Row]:
     for batch, length, size in ((10, 25, 7), (10, 25, 31), (16, 250, 31)):
         x, kernels = torch.randn(batch, length, 4, 128), torch.randn(batch, length, 4, size).softmax(3)
         halves = x.half(), kernels.half()
-        yield f"dynamic convolution {batch} x {length}, kernel {size}", {
-            "torch": lambda x=x, k=kernels: band_step(x, k),
-            "fp32": lambda x=x, k=kernels: dynamic_step(x, k),
-            "fp16": lambda h=halves: dynamic_step(*h),
-        }
+        yield (
+            f"dynamic convolution {batch} x {length}, kernel {size}",
+            {
+                "torch": lambda x=x, k=kernels: band_step(x, k),
+                "fp32": lambda x=x, k=kernels: dynamic_step(x, k),
+                "fp16": lambda h=halves: dynamic_step(*h),
+            },
+        )
 
 
 def band_step(x, kernels):

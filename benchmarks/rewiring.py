@@ -1,7 +1,7 @@
 """Time of a rewiring beside that of training steps: what share of a run's time the default schedule spends on it.
 
-    python benchmarks/rewiring.py                                   # WRN-28-2 at 30, 20 and 10% nonzero
-    python benchmarks/rewiring.py --model wrn-28-10 --nonzero 10 --threads 1
+python benchmarks/rewiring.py                                   # WRN-28-2 at 30, 20 and 10% nonzero
+python benchmarks/rewiring.py --model wrn-28-10 --nonzero 10 --threads 1
 """
 
 import argparse

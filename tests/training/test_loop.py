@@ -431,5 +431,5 @@ def test_replanned_a_run_goes_on_with_smaller_microbatches_of_the_same_batch(tmp
     record = train(task(), Longer(), epochs=1, replan=True, listeners=[told.append], **limits)
     assert record.finished and record.measured_peak_bytes <= budget
     assert record.settings["techniques"] == {"microbatch": 3}
-    assert next(event.update for event in told if isinstance(event, Replanned)) == 3
+    assert [event.update for event in told if isinstance(event, Replanned)] == [3]
     assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]

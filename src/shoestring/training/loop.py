@@ -224,7 +224,8 @@ class Training:
 
     def _predicted_bytes(self, batch: Any) -> int:
         """The peak of a step of another batch than the plan was made for; scratch is taken to be what it was."""
-        scratch = self.lean.plan.predicted_bytes.get("workspace", 0)
+        planned = self.lean.plan.predicted_bytes.get("workspace", 0)
+        scratch = max(planned, getattr(self.budget.measured, "workspace_peak_bytes", 0))
         return profile(self.lean.task.with_(batch=batch), brief=True).peak_bytes + scratch
 
     @property
