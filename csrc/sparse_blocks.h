@@ -34,10 +34,6 @@ struct Nonzeros {
   int64_t bins() const { return chunks * groups; }  // of a line
 };
 
-inline float scalar(float value) { return value; }
-template <class T>
-inline float scalar(const T& value) { return load_part(&value, 1)[0]; }
-
 constexpr int FOUR = 4;
 inline int64_t round_to_four(int64_t count) { return (count + FOUR - 1) / FOUR * FOUR; }
 
@@ -64,12 +60,14 @@ class Blocks {
     weights = arena.take<float>(capacity);
     ranks = reinterpret_cast<int32_t*>(weights);
     starts = arena.take<int32_t>(lines * from.bins() + 1);
-    found = arena.take<int32_t>(from.row_length);
-    column_offset = arena.take<int32_t>(from.row_length);
-    column_field = arena.take<int32_t>(from.row_length);
-    if (!from.transposed) return;
-    cursors = arena.take<Cursor>(from.rows);
-    places = arena.take<int32_t>(lines * from.chunks * from.kernel);
+    found = arena.take<int32_t>(from.row_length + OVERRUN);
+    columns = arena.take<Column>(from.row_length);
+    if (from.transposed) {
+      cursors = arena.take<Cursor>(from.rows);
+      places = arena.take<int32_t>(lines * from.chunks * from.kernel + OVERRUN);
+    } else {
+      masks = arena.take<uint64_t>((chunk_length() / 64 + 1) * from.groups);
+    }
   }
   int64_t size() const { return capacity; }
   int64_t entries() const { return starts[(last - first) * from.bins()]; }
@@ -80,14 +78,19 @@ class Blocks {
     stop = end;
     for (int64_t p = 0; p < from.row_length; ++p) {
       const int64_t channel = from.transposed ? 0 : p / from.kernel * channel_bytes;
-      column_offset[p] = static_cast<int32_t>(offset_of[p % from.kernel] + channel);
-      column_field[p] = FIELD * group_of[p % from.kernel];
+      columns[p] = {static_cast<int32_t>(offset_of[p % from.kernel] + channel), FIELD * group_of[p % from.kernel]};
     }
     cursor = Cursor{};
-    if (!from.transposed) return skip(from.index, cursor, line * from.row_length);
-    for (int64_t row = 0; row < from.rows; ++row) {
-      skip(from.index, cursor, row * from.row_length + line * from.kernel);
-      cursors[row] = cursor;
+    if (from.transposed) {
+      for (int64_t row = 0; row < from.rows; ++row) {
+        skip(from.index, cursor, row * from.row_length + line * from.kernel);
+        cursors[row] = cursor;
+      }
+    } else {
+      std::fill(masks, masks + (chunk_length() / 64 + 1) * from.groups, 0);
+      for (int64_t p = 0; p < chunk_length(); ++p)
+        masks[p / 64 * from.groups + group_of[p % from.kernel]] |= uint64_t{1} << (p % 64);
+      skip(from.index, cursor, line * from.row_length);
     }
   }
 
@@ -100,7 +103,7 @@ class Blocks {
     if (!from.ranked) {
       with_storage(from.code, [&](auto tag) {
         const auto* values = static_cast<const decltype(tag)*>(from.values);
-        fill([=](int64_t rank) { return scalar(values[rank]); }, weights);
+        fill([=](int64_t rank) { return widen(values[rank]); }, weights);
       });
     } else {
       fill([](int64_t rank) { return static_cast<int32_t>(rank); }, ranks);
@@ -115,9 +118,14 @@ class Blocks {
 
   Nonzeros from;
   int64_t channel_bytes, capacity, stop = 0, stride = 0;
-  int32_t *found, *column_offset, *column_field, *places = nullptr;
+  struct Column { int32_t offset, field; };
+  Column* columns;            // of each position of a row
+  uint64_t* masks = nullptr;  // of each word of a chunk and each group: which of its positions are the group's
+  int32_t *found, *places = nullptr;
   Cursor cursor;
   Cursor* cursors = nullptr;
+
+  int64_t chunk_length() const { return from.chunk_channels * from.kernel; }
 
   template <class Payload, class Out>
   void fill(Payload payload, Out* out) {
@@ -134,13 +142,13 @@ class Blocks {
 
   template <class Payload, class Out>
   void fill_from_rows(Payload payload, Out* out) {
-    const int64_t step = from.chunk_channels * from.kernel, slack = from.groups * (FOUR - 1);
+    const int64_t slack = from.groups * (FOUR - 1);
     int64_t start = 0, bin = 0;
     for (int64_t line = first; line < last; ++line) {
       const Cursor before = cursor;
       const int64_t line_start = start, origin = line * from.row_length;
       for (int64_t chunk = 0; chunk < from.chunks; ++chunk, bin += from.groups) {
-        const int64_t rank = cursor.rank, end = std::min(from.row_length, (chunk + 1) * step);
+        const int64_t rank = cursor.rank, position = cursor.position, end = std::min(from.row_length, (chunk + 1) * chunk_length());
         const int64_t n = gather(from.index, cursor, origin + end, origin, found);
         if (start + n + slack > capacity) {  // this line begins the next block
           cursor = before;
@@ -148,17 +156,35 @@ class Blocks {
           starts[(last - first) * from.bins()] = static_cast<int32_t>(line_start);
           return;
         }
-        start = fill_piece(bin, start, n, payload, rank, out);
+        start = fill_piece(bin, start, n, count_groups(position, origin + end, n), payload, rank, out);
       }
     }
     starts[bin] = static_cast<int32_t>(start);
   }
 
+  // How many nonzeros of each group a chunk of a line has, in fields; of gaps, the `n` that were found are looked at.
+  int64_t count_groups(int64_t position, int64_t end, int64_t n) const {
+    int64_t counts = 0;
+    if (from.index.is_bitmap()) {
+      const uint64_t* mask = masks;
+      for (; position < end; position += 64) {
+        const uint64_t word = bits_at(from.index, position, end);
+        for (int field = 0; field < from.groups * FIELD; field += FIELD)
+          counts += int64_t{__builtin_popcountll(word & *mask++)} << field;
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) counts += int64_t{1} << columns[found[i]].field;
+    }
+    return counts;
+  }
+
   // The `n` nonzeros found, into the bins from `bin` on; returns where the next bin starts.
   template <class Payload, class Out>
-  int64_t fill_piece(int64_t bin, int64_t start, int64_t n, Payload payload, int64_t rank, Out* out) {
-    int64_t counts = 0, slots = 0;
-    for (int64_t i = 0; i < n; ++i) counts += int64_t{1} << column_field[found[i]];
+  int64_t fill_piece(int64_t bin, int64_t start, int64_t n, int64_t counts, Payload payload, int64_t rank, Out* out) {
+    const int32_t* const positions = found;  // in registers: a store might change a member
+    const Column* const column_of = columns;
+    int32_t* const offset = offsets;
+    int64_t slots = 0;
     for (int64_t group = 0; group < from.groups; ++group, ++bin) {
       const int64_t count = counts >> (FIELD * group) & MASK;
       slots |= start << (FIELD * group);
@@ -167,25 +193,13 @@ class Blocks {
       if (count) clear(start - FOUR, start, out);
     }
     for (int64_t i = 0; i < n; ++i) {
-      const int32_t position = found[i], field = column_field[position];
-      const int64_t slot = slots >> field & MASK;
-      slots += int64_t{1} << field;
-      offsets[slot] = column_offset[position];
+      const Column column = column_of[positions[i]];
+      const int64_t slot = slots >> column.field & MASK;
+      slots += int64_t{1} << column.field;
+      offset[slot] = column.offset;
       out[slot] = payload(rank + i);
     }
     return start;
-  }
-
-  // Of columns: visit(row, how many nonzeros of lines [first, last) it has, the first's rank, a cursor behind them);
-  // their positions are counted from the first line's.
-  template <class Visit>
-  void each_segment(Visit visit) {
-    for (int64_t row = 0; row < from.rows; ++row) {
-      const int64_t origin = row * from.row_length + first * from.kernel;
-      Cursor at = cursors[row];
-      const int64_t n = gather(from.index, at, origin + (last - first) * from.kernel, origin, found);
-      visit(row, n, cursors[row].rank, at);
-    }
   }
 
   // One counter for each kernel position of each line: the next row is the first to meet it again, so that no counter
@@ -193,10 +207,10 @@ class Blocks {
   void count_columns() {
     stride = (last - first) * from.kernel;
     std::fill(places, places + stride * from.chunks, 0);
-    each_segment([&](int64_t row, int64_t n, int64_t, const Cursor&) {
-      int32_t* counters = places + row / from.chunk_channels * stride;
-      for (int64_t i = 0; i < n; ++i) ++counters[found[i]];
-    });
+    for (int64_t row = 0; row < from.rows; ++row) {
+      const int64_t origin = row * from.row_length + first * from.kernel;
+      tally(from.index, cursors[row], origin + stride, origin, places + row / from.chunk_channels * stride);
+    }
     int64_t start = 0, fitting = 0;
     for (; fitting < last - first; ++fitting) {
       const int64_t end = place_line(fitting, start);
@@ -228,15 +242,16 @@ class Blocks {
   void fill_from_columns(Payload payload, Out* out) {
     count_columns();
     clear(0, entries(), out);
-    each_segment([&](int64_t row, int64_t n, int64_t rank, const Cursor& behind) {
+    for (int64_t row = 0; row < from.rows; ++row) {
+      const int64_t origin = row * from.row_length + first * from.kernel, rank = cursors[row].rank;
+      const int64_t n = gather(from.index, cursors[row], origin + (last - first) * from.kernel, origin, found);
       int32_t* counters = places + row / from.chunk_channels * stride;
       const int32_t shift = static_cast<int32_t>(row * channel_bytes);
       for (int64_t i = 0; i < n; ++i) {
         const int32_t slot = counters[found[i]]++;
-        offsets[slot] = column_offset[found[i]] + shift;
+        offsets[slot] = columns[found[i]].offset + shift;
         out[slot] = payload(rank + i);
       }
-      cursors[row] = behind;
-    });
+    }
   }
 };

@@ -206,7 +206,7 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
 
 template <class T>
 inline void put(T* out, float sum, bool accumulate) {
-  store_part(out, broadcast(accumulate ? scalar(*out) + sum : sum), 1);
+  store_part(out, broadcast(accumulate ? widen(*out) + sum : sum), 1);
 }
 inline void put(float* out, float sum, bool accumulate) { *out = accumulate ? *out + sum : sum; }
 

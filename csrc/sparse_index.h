@@ -5,6 +5,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 struct Index {
   const uint8_t* bytes;
@@ -73,9 +76,65 @@ inline void skip(const Index& index, Cursor& cursor, int64_t end) {
   cursor.position = end;
 }
 
+// Of every byte the places of its set bits, in rising order.
+struct SetBits {
+  uint8_t of[256][8] = {};
+  constexpr SetBits() {
+    for (int byte = 0; byte < 256; ++byte)
+      for (int bit = 0, n = 0; bit < 8; ++bit)
+        if (byte >> bit & 1) of[byte][n++] = static_cast<uint8_t>(bit);
+  }
+};
+constexpr SetBits SET_BITS;
+constexpr int64_t OVERRUN = 64;  // places behind the last position that `gather` and `tally` may touch
+
+// A bitmap a byte at a time: out[i] = first + the place of set bit i, and seven places more are written.
+inline void put_places(int32_t* out, int byte, int32_t first) {
+#if defined(__AVX2__)
+  const __m128i places = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(SET_BITS.of[byte]));
+  const __m256i sum = _mm256_add_epi32(_mm256_cvtepu8_epi32(places), _mm256_set1_epi32(first));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), sum);
+#else
+  for (int i = 0; i < 8; ++i) out[i] = first + SET_BITS.of[byte][i];
+#endif
+}
+
+// counters[i] += bit i.
+inline void add_bits(int32_t* counters, int byte) {
+#if defined(__AVX2__)
+  const __m256i each = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(byte), each), each);  // -1
+  __m256i* at = reinterpret_cast<__m256i*>(counters);
+  _mm256_storeu_si256(at, _mm256_sub_epi32(_mm256_loadu_si256(at), set));
+#else
+  for (int i = 0; i < 8; ++i) counters[i] += byte >> i & 1;
+#endif
+}
+
 // Passes the nonzeros before `end` and writes their positions, counted from `origin`; returns how many.
 inline int64_t gather(const Index& index, Cursor& cursor, int64_t end, int64_t origin, int32_t* out) {
   const int32_t* begin = out;
-  walk(index, cursor, end, [&](int64_t position, int64_t) { *out++ = static_cast<int32_t>(position - origin); });
+  if (!index.is_bitmap()) {
+    walk(index, cursor, end, [&](int64_t position, int64_t) { *out++ = static_cast<int32_t>(position - origin); });
+    return out - begin;
+  }
+  for (int64_t position = cursor.position; position < end; position += 64) {  // no branch for each nonzero
+    uint64_t word = bits_at(index, position, end);
+    int32_t first = static_cast<int32_t>(position - origin);
+    for (int byte = 0; byte < 8; ++byte, word >>= 8, first += 8) {
+      put_places(out, word & 255, first);
+      out += __builtin_popcountll(word & 255);
+    }
+  }
+  cursor = {end, 0, cursor.rank + (out - begin)};
   return out - begin;
+}
+
+// Counts the nonzeros from the cursor to `end`, each by its own counter: that of `origin` is the first.
+inline void tally(const Index& index, Cursor cursor, int64_t end, int64_t origin, int32_t* counters) {
+  if (!index.is_bitmap()) return walk(index, cursor, end, [&](int64_t position, int64_t) { ++counters[position - origin]; });
+  for (int64_t position = cursor.position; position < end; position += 64) {
+    uint64_t word = bits_at(index, position, end);
+    for (int byte = 0; byte < 8; ++byte, word >>= 8) add_bits(counters + (position - origin) + 8 * byte, word & 255);
+  }
 }
