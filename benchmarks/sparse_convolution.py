@@ -60,11 +60,12 @@ def dense(x: Tensor, weight: Tensor, dy: Tensor, stride: int, mask: Tensor | Non
 def sparse(x: Tensor, weight: Tensor, dy: Tensor, stride: int, positions: Tensor) -> Passes:
     values, index = weight.view(-1)[positions].contiguous(), encode(positions, weight.numel())
     gradient, out = torch.empty_like(values), weight.shape[0]
+    geometry = (3, 3), (stride, stride), (1, 1), (1, 1)
 
-    def run() -> None:
-        sparse_conv.sparse_conv2d_forward(x, values, index, out, 3, stride, 1)
-        sparse_conv.sparse_conv2d_weight_gradient(x, dy, index, 3, stride, 1, out=gradient)
-        sparse_conv.sparse_conv2d_input_gradient(dy, values, index, x.shape, 3, stride, 1)
+    def run() -> None:  # as a layer does
+        sparse_conv.forward_op(x, values, index, out, *geometry, None, None)
+        sparse_conv.weight_gradient_op(gradient, x, dy, index, *geometry, None, None, False)
+        sparse_conv.input_gradient_op(dy, values, index, x.shape, *geometry)
 
     return run
 

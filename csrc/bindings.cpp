@@ -7,6 +7,8 @@ void bind_norm(nb::module_&);
 void bind_optimizer(nb::module_&);
 void bind_sparse_index(nb::module_&);
 void bind_sparse_conv(nb::module_&);
+void bind_sparse_linear(nb::module_&);
+void bind_sparse_embedding(nb::module_&);
 void bind_conv(nb::module_&);
 void bind_conv_weight(nb::module_&);
 void bind_dynamic_convolution(nb::module_&);
@@ -27,6 +29,8 @@ NB_MODULE(CORE_NAME, m) {
   bind_optimizer(m);
   bind_sparse_index(m);
   bind_sparse_conv(m);
+  bind_sparse_linear(m);
+  bind_sparse_embedding(m);
   bind_conv(m);
   bind_conv_weight(m);
   bind_dynamic_convolution(m);

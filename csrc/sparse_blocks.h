@@ -54,22 +54,25 @@ class Blocks {
       : from(nonzeros), channel_bytes(channel_bytes) {
     const int64_t slack = from.bins() * (FOUR - 1), longest = from.channels() * from.kernel + slack;
     capacity = std::min(std::max(budget, longest), from.count + lines * slack);
+    const int64_t average = from.count / std::max<int64_t>(1, from.lines()) + slack / 2 + 1;
+    most_lines = std::max<int64_t>(1, std::min(lines, capacity / average));
     group_of = arena.take<int32_t>(from.kernel);
     offset_of = arena.take<int32_t>(from.kernel);
     offsets = arena.take<int32_t>(capacity);
     weights = arena.take<float>(capacity);
     ranks = reinterpret_cast<int32_t*>(weights);
-    starts = arena.take<int32_t>(lines * from.bins() + 1);
+    starts = arena.take<int32_t>(most_lines * from.bins() + 1);
     found = arena.take<int32_t>(from.row_length + OVERRUN);
     columns = arena.take<Column>(from.row_length);
     if (from.transposed) {
       cursors = arena.take<Cursor>(from.rows);
-      places = arena.take<int32_t>(lines * from.chunks * from.kernel + OVERRUN);
+      places = arena.take<int32_t>(most_lines * from.chunks * from.kernel + OVERRUN);
     } else {
       masks = arena.take<uint64_t>((chunk_length() / 64 + 1) * from.groups);
     }
   }
   int64_t size() const { return capacity; }
+  int64_t height() const { return most_lines; }  // no block has more
   int64_t entries() const { return starts[(last - first) * from.bins()]; }
 
   // Before the first block of lines [line, end); group_of and offset_of have been filled.
@@ -98,8 +101,7 @@ class Blocks {
   bool next() {
     first = last;
     if (first >= stop) return false;
-    const int64_t average = from.count / from.lines() + from.bins() * (FOUR - 1) / 2 + 1;
-    last = std::min(stop, first + std::max<int64_t>(1, capacity / average));
+    last = std::min(stop, first + most_lines);
     if (!from.ranked) {
       with_storage(from.code, [&](auto tag) {
         const auto* values = static_cast<const decltype(tag)*>(from.values);
@@ -117,7 +119,7 @@ class Blocks {
   static constexpr int64_t MASK = (int64_t{1} << FIELD) - 1;
 
   Nonzeros from;
-  int64_t channel_bytes, capacity, stop = 0, stride = 0;
+  int64_t channel_bytes, capacity, most_lines, stop = 0, stride = 0;
   struct Column { int32_t offset, field; };
   Column* columns;            // of each position of a row
   uint64_t* masks = nullptr;  // of each word of a chunk and each group: which of its positions are the group's

@@ -12,8 +12,6 @@ namespace {
 constexpr int64_t BLOCK = 8192;  // entries decoded at a time
 constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 
-Range part(int64_t size, int64_t parts, int64_t i) { return {size * i / parts, size * (i + 1) / parts}; }
-
 // What one thread works with.
 struct Workspace {
   float* source;
@@ -22,7 +20,7 @@ struct Workspace {
   Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Arena& arena)
       : source(arena.take<float>((g.channels + 1) * g.channel)),
         blocks(nonzeros, g.channel * 4, lines, BLOCK, arena) {
-    const int64_t tiles = (g.chunks() > 1 ? lines : 1) * g.classes() * g.tile_vectors * LANES;
+    const int64_t tiles = (g.chunks() > 1 ? blocks.height() : 1) * g.classes() * g.tile_vectors * LANES;
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : tiles);
     if (!arena.base) return;
     std::fill(source, source + (g.channels + 1) * g.channel, 0.f);
@@ -124,14 +122,6 @@ void dot_lines(const Geometry& g, const Workspace& space, const Tile& tile, cons
   }
 }
 
-// body(thread's number in the split) on every thread, however many there are.
-template <class Body>
-void on_threads(Split split, Body body) {
-  const int threads = static_cast<int>(split.samples * split.lines);
-#pragma omp parallel num_threads(threads)
-  for (int t = omp_get_thread_num(); t < threads; t += omp_get_num_threads()) body(t);
-}
-
 // body(constants): the number of vectors in a row and in a tile, known to the compiler.
 template <int V, int NV>
 struct Form { static constexpr int row_vectors = V, tile_vectors = NV; };
@@ -185,7 +175,7 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
   const Split split = share(g, count, threads, BLOCK);
   const int64_t bytes = workspace_bytes(g, nonzeros, split);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
-  on_threads(split, [&](int64_t thread) {
+  on_threads(split.samples * split.lines, [&](int64_t thread) {
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     const Range samples = part(g.samples, split.samples, thread % split.samples);
     const Range lines = part(g.lines, split.lines, thread / split.samples);
@@ -203,12 +193,6 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
     }
   });
 }
-
-template <class T>
-inline void put(T* out, float sum, bool accumulate) {
-  store_part(out, broadcast(accumulate ? widen(*out) + sum : sum), 1);
-}
-inline void put(float* out, float sum, bool accumulate) { *out = accumulate ? *out + sum : sum; }
 
 int64_t weight_gradient_scratch(const Sizes& sizes, int64_t count, int threads) {
   const Geometry g(sizes, false);
@@ -228,7 +212,7 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
   const int64_t bytes = workspace_bytes(g, nonzeros, split), stride = round_up(count, 16);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   float* partial = at<float>(scratch + threads * bytes);
-  on_threads(split, [&](int64_t thread) {
+  on_threads(split.samples * split.lines, [&](int64_t thread) {
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     const int64_t group = thread % split.samples;
     const Range samples = part(g.samples, split.samples, group);

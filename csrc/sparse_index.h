@@ -3,6 +3,7 @@
 //   gaps: a byte for each nonzero, the zeros skipped before it (0-254); 255 skips 255 zeros and is no nonzero.
 // Gaps are used only where they are strictly shorter, so that the length alone tells which of the two it is.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX2__)
@@ -86,7 +87,7 @@ struct SetBits {
   }
 };
 constexpr SetBits SET_BITS;
-constexpr int64_t OVERRUN = 64;  // places behind the last position that `gather` and `tally` may touch
+constexpr int64_t OVERRUN = 8;  // places behind the last position that `gather` and `tally` may touch
 
 // A bitmap a byte at a time: out[i] = first + the place of set bit i, and seven places more are written.
 inline void put_places(int32_t* out, int byte, int32_t first) {
@@ -121,7 +122,7 @@ inline int64_t gather(const Index& index, Cursor& cursor, int64_t end, int64_t o
   for (int64_t position = cursor.position; position < end; position += 64) {  // no branch for each nonzero
     uint64_t word = bits_at(index, position, end);
     int32_t first = static_cast<int32_t>(position - origin);
-    for (int byte = 0; byte < 8; ++byte, word >>= 8, first += 8) {
+    for (int64_t left = std::min<int64_t>(64, end - position); left > 0; left -= 8, word >>= 8, first += 8) {
       put_places(out, word & 255, first);
       out += __builtin_popcountll(word & 255);
     }
@@ -135,6 +136,8 @@ inline void tally(const Index& index, Cursor cursor, int64_t end, int64_t origin
   if (!index.is_bitmap()) return walk(index, cursor, end, [&](int64_t position, int64_t) { ++counters[position - origin]; });
   for (int64_t position = cursor.position; position < end; position += 64) {
     uint64_t word = bits_at(index, position, end);
-    for (int byte = 0; byte < 8; ++byte, word >>= 8) add_bits(counters + (position - origin) + 8 * byte, word & 255);
+    int32_t* first = counters + (position - origin);
+    for (int64_t left = std::min<int64_t>(64, end - position); left > 0; left -= 8, word >>= 8, first += 8)
+      add_bits(first, word & 255);
   }
 }

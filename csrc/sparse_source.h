@@ -1,9 +1,7 @@
 // The source of a convolution in FP32 scratch: one band of one sample, laid out as Geometry says.
 #pragma once
 #include "sparse_geometry.h"
-#include "vector.h"
-
-struct Range { int64_t begin, end; };
+#include "sparse_work.h"
 
 struct Prologue {  // x -> relu(x * scale + shift), each channel with its own; or x as it is
   const float* scale;

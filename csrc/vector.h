@@ -97,6 +97,54 @@ inline void store_part(T* p, Vector v, int lanes) {
   std::memcpy(p, few, lanes * sizeof(T));
 }
 
+typedef Vector Square[LANES];
+
+// Eight vectors of eight: rows become columns.
+inline void transpose(Square& v) {
+  Square a;
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    a[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  Square b;
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
+      b[i + 2 * j + 1] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    v[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    v[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
+// to[column * to_stride + row] = from[row * from_stride + column] for up to eight rows and columns.
+template <class From, class To>
+inline void transpose_square(const From* from, int64_t from_stride, int rows, int columns, To* to, int64_t to_stride) {
+  Square square;
+  for (int i = 0; i < LANES; ++i) square[i] = i < rows ? load_part(from + i * from_stride, columns) : Vector{};
+  transpose(square);
+  for (int i = 0; i < columns; ++i) store_part(to + i * to_stride, square[i], rows);
+}
+
+// The same for any number.
+template <class From, class To>
+void transpose(const From* from, int64_t from_stride, int64_t rows, int64_t columns, To* to, int64_t to_stride) {
+  for (int64_t r = 0; r < rows; r += LANES) {
+    for (int64_t c = 0; c < columns; c += LANES) {
+      const From* square = from + r * from_stride + c;
+      To* out = to + c * to_stride + r;
+      if (rows - r >= LANES && columns - c >= LANES) {  // numbers that the compiler knows
+        transpose_square(square, from_stride, LANES, LANES, out, to_stride);
+      } else {
+        const int high = static_cast<int>(rows - r < LANES ? rows - r : LANES);
+        const int wide = static_cast<int>(columns - c < LANES ? columns - c : LANES);
+        transpose_square(square, from_stride, high, wide, out, to_stride);
+      }
+    }
+  }
+}
+
 // The storage codes of kernels/storage.py.
 template <class F>
 inline void with_storage(int code, F body) {

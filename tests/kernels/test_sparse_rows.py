@@ -1,4 +1,4 @@
-"""Sparse linear layers and embeddings equal the dense ones with the same weight, in blocks of any height."""
+"""Sparse linear layers and embeddings equal the dense ones with the same weight."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_rows, sparse_rows
+from shoestring.kernels import reference_rows
 from shoestring.kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from shoestring.kernels.sparse_index import encode
 from shoestring.kernels.sparse_linear import (
@@ -16,13 +16,17 @@ from shoestring.kernels.sparse_linear import (
 )
 
 STEP = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TOKENS = [(1,), (7,), (2, 3), (0,), (70,)]
 SIZES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    monkeypatch.setattr(sparse_rows, "SCRATCH", 100)
+@pytest.fixture(params=[1, 2])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
 
 
 def matrix(rows, width, density, dtype, seed=0):
@@ -36,10 +40,7 @@ def close(found, wanted, dtype):
     assert not found.numel() or (found.double() - wanted).abs().max() <= STEP[dtype] * wanted.abs().max().clamp(min=1)
 
 
-@quick
-@given(SIZES, st.floats(0, 1), st.sampled_from([(1,), (7,), (2, 3), (0,)]), st.sampled_from(list(STEP)), st.booleans())
-def test_a_sparse_linear_layer_is_the_dense_one(size, density, tokens, dtype, accumulate):
-    rows, width = size
+def check_linear(rows, width, density, tokens, dtype, accumulate=False):
     values, index = matrix(rows, width, density, dtype)
     x, dy = torch.randn(*tokens, width).to(dtype), torch.randn(*tokens, rows).to(dtype)
     wide = [t.double() for t in (x, dy, values)]
@@ -53,7 +54,26 @@ def test_a_sparse_linear_layer_is_the_dense_one(size, density, tokens, dtype, ac
 
 
 @quick
-@given(SIZES, st.floats(0, 1), st.sampled_from([(1,), (7,), (2, 3), (0,)]), st.sampled_from(list(STEP)), st.booleans())
+@given(SIZES, st.floats(0, 1), st.sampled_from(TOKENS), st.sampled_from(list(STEP)), st.booleans())
+def test_a_sparse_linear_layer_is_the_dense_one(size, density, tokens, dtype, accumulate):
+    check_linear(*size, density, tokens, dtype, accumulate)
+
+
+@pytest.mark.parametrize("density", [0.6, 0.08])  # a bitmap, and gaps
+@pytest.mark.parametrize("tokens", [1, 20, 64, 130])
+def test_so_is_one_of_many_channels_and_more_nonzeros_than_are_decoded_at_a_time(tokens, density, threads):
+    check_linear(170, 450, density, (tokens,), torch.float32)
+
+
+def test_tokens_need_not_be_contiguous(threads):
+    values, index = matrix(30, 20, 0.5, torch.float32)
+    x = torch.randn(20, 9).t()
+    found = sparse_linear_forward(x, values, index, 30)
+    torch.testing.assert_close(found, sparse_linear_forward(x.contiguous(), values, index, 30))
+
+
+@quick
+@given(SIZES, st.floats(0, 1), st.sampled_from(TOKENS), st.sampled_from(list(STEP)), st.booleans())
 def test_a_sparse_embedding_is_the_dense_one(size, density, shape, dtype, accumulate):
     rows, width = size
     values, index = matrix(rows, width, density, dtype)
@@ -67,6 +87,15 @@ def test_a_sparse_embedding_is_the_dense_one(size, density, shape, dtype, accumu
     reference_rows.embedding_gradient(expected, ids, dy.double(), index, rows, width, accumulate)
     sparse_embedding_gradient(ids, dy, index, rows, width, out=gradient, accumulate=accumulate)
     close(gradient, expected, dtype)
+
+
+def test_an_embedding_sums_the_gradients_of_tokens_that_share_a_row(threads):
+    values, index = matrix(50, 12, 0.3, torch.float32)
+    ids, dy = torch.tensor([[7, 7, 0], [49, 7, 0]], dtype=torch.int32), torch.randn(2, 3, 12)
+    gradient, expected = torch.empty_like(values), torch.empty_like(values)
+    sparse_embedding_gradient(ids, dy, index, 50, 12, out=gradient)
+    reference_rows.embedding_gradient(expected, ids.long(), dy, index, 50, 12, False)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_wrong_input_is_refused():

@@ -1,68 +1,50 @@
 """Rows of a sparse table: ids -> their rows, with zeros, and the gradient at the nonzeros.
 
-The table [rows, width] is its nonzeros (a flat tensor) and their index (`sparse_index`); it is gone through once, a
-block of rows at a time.
+The table [rows, width] is its nonzeros (a flat tensor) and their index (`sparse_index`); it is gone through once, a row
+at a time. FP64 runs the twin.
 """
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ..errors import ShoestringError
 from . import reference_rows
+from .core import core, threads
 from .define import define
-from .reference_rows import widest
-from .sparse_rows import Block, blocks_of
+from .storage import code, forms
 
 
-def _forward(ids, values, index, rows, width) -> Tensor:
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
-        raise ShoestringError(f"an id is outside of the embedding's {rows} rows: ids are from 0 to {rows - 1}")
-    flat = ids.reshape(-1)
-    out = values.new_empty(len(flat), width)
-    for block in blocks_of(index, rows, width, values.numel()):
-        here = _inside(flat, block)
-        out[here] = block.dense(values, values.dtype)[flat[here] - block.rows.start]
-    return out.view(*ids.shape, width)
-
-
-def _gradient(gradient, ids, dy, index, rows, width, accumulate) -> None:
-    flat, rows_of, wide = ids.reshape(-1), dy.reshape(-1, width), widest(dy)
-    for block in blocks_of(index, rows, width, gradient.numel()):
-        here = _inside(flat, block)
-        sums = torch.zeros(block.rows.stop - block.rows.start, width, dtype=wide)
-        sums.index_add_(0, flat[here] - block.rows.start, rows_of[here].to(wide))
-        block.gather(sums, gradient, accumulate)
-
-
-def _inside(ids: Tensor, block: Block) -> Tensor:
-    return ((ids >= block.rows.start) & (ids < block.rows.stop)).nonzero().flatten()
-
-
-def _fake(ids, values, index, rows, width) -> Tensor:
-    out = values.new_empty((*ids.shape, width))
-    for block in blocks_of(index, rows, width, values.numel()):
-        block.dense(values, values.dtype)
+def _forward(launch, ids, values, index, rows, width) -> Tensor:
+    ids = ids.contiguous()
+    out = values.new_empty(*ids.shape, width)
+    launch(
+        core.sparse_gather_rows, ids, ids.numel(), values, code(values), index, index.numel(), rows, width, out,
+        _scratch(ids, width), threads(),
+    )  # fmt: skip
     return out
 
 
-def _fake_gradient(gradient, ids, dy, index, rows, width, accumulate) -> None:
-    for block in blocks_of(index, rows, width, gradient.numel()):
-        sums = torch.empty(block.rows.stop - block.rows.start, width, dtype=widest(dy))
-        block.gather(sums, gradient, accumulate)
+def _gradient(launch, gradient, ids, dy, index, rows, width, accumulate) -> None:
+    ids, dy = ids.contiguous(), dy.contiguous()
+    launch(
+        core.sparse_embedding_gradient, ids, ids.numel(), dy, code(dy), index, index.numel(), rows, width, gradient,
+        code(gradient), accumulate, _scratch(ids, width), threads(),
+    )  # fmt: skip
+
+
+def _scratch(ids: Tensor, width: int) -> Tensor:
+    return ids.new_empty(core.sparse_embedding_scratch(ids.numel(), width, threads()), dtype=torch.uint8)
 
 
 _forward_op = define(
     "sparse_embedding(Tensor ids, Tensor values, Tensor index, int rows, int width) -> Tensor",
-    twin=reference_rows.embedding,
-    fake=_fake,
-    compiled=_forward,
+    **forms(_forward, reference_rows.embedding),
 )
 _gradient_op = define(
     "sparse_embedding_gradient(Tensor(a!) gradient, Tensor ids, Tensor dy, Tensor index, int rows, int width, "
     "bool accumulate) -> ()",
-    twin=reference_rows.embedding_gradient,
-    fake=_fake_gradient,
-    compiled=_gradient,
+    **forms(_gradient, reference_rows.embedding_gradient),
 )
 
 
@@ -70,12 +52,14 @@ def sparse_embedding_forward(ids: Tensor, values: Tensor, index: Tensor, rows: i
     """Ids of any shape, nonzeros and index of a table [rows, width] -> their rows, without a graph."""
     if ids.dtype not in (torch.int64, torch.int32):
         raise ShoestringError(f"an embedding takes ids, which are integers, not {ids.dtype}")
-    return _forward_op(ids, values, index, rows, width)
+    if ids.is_cpu and not is_fake(ids) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        raise ShoestringError(f"an id is outside of the embedding's {rows} rows: ids are from 0 to {rows - 1}")
+    return _forward_op(ids.long(), values, index, rows, width)
 
 
 def sparse_embedding_gradient(
     ids: Tensor, dy: Tensor, index: Tensor, rows: int, width: int, *, out: Tensor, accumulate: bool = False
 ) -> Tensor:
     """Ids and the gradient of their rows -> that of the nonzeros, written to `out` or added to what it holds."""
-    _gradient_op(out, ids, dy, index, rows, width, accumulate)
+    _gradient_op(out, ids.long(), dy, index, rows, width, accumulate)
     return out

@@ -1,7 +1,7 @@
-"""Sparse linear layers in bounded scratch: a block of rows is made dense and multiplied by PyTorch, and so on.
+"""Sparse linear layers in FP32, FP16 or BF16 storage with FP32 arithmetic: the product, and both gradients.
 
-The weight [out, in] is its nonzeros (a flat tensor) and their index (`sparse_index`). Arithmetic is FP32 whatever the
-storage (FP64 for FP64), and sums are rounded once.
+The weight [out, in] is its nonzeros (a flat tensor) and their index (`sparse_index`); nothing of the size of the dense
+weight is ever made. FP64 runs the twin.
 """
 
 import torch
@@ -9,62 +9,59 @@ from torch import Tensor
 
 from ..errors import ShoestringError
 from . import reference_rows
+from .core import core, threads
 from .define import define
-from .reference_rows import widest
 from .sparse_index import bitmap_bytes
-from .sparse_rows import blocks_of, pieces_of
+from .storage import code, forms
 
 
-def _tokens(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+def _forward(launch, x, values, index, rows) -> Tensor:
+    return _multiply(launch, x, values, index, (rows, x.shape[-1]), transposed=False)
 
 
-def _forward(x, values, index, rows) -> Tensor:
-    flat, wide = _tokens(x), widest(x)
-    y = x.new_empty(len(flat), rows)
-    for block in blocks_of(index, rows, x.shape[-1], values.numel()):
-        weight = block.dense(values, wide)
-        for piece in pieces_of(flat, len(weight)):
-            y[piece, block.rows] = (flat[piece].to(wide) @ weight.t()).to(x.dtype)
-    return y.view(*x.shape[:-1], rows)
+def _input_gradient(launch, dy, values, index, width) -> Tensor:
+    return _multiply(launch, dy, values, index, (dy.shape[-1], width), transposed=True)
 
 
-def _input_gradient(dy, values, index, width) -> Tensor:
-    flat, wide = _tokens(dy), widest(dy)
-    sums = torch.zeros(len(flat), width, dtype=wide)
-    for block in blocks_of(index, dy.shape[-1], width, values.numel()):
-        weight = block.dense(values, wide)
-        for piece in pieces_of(sums, len(weight)):
-            sums[piece].addmm_(flat[piece, block.rows].to(wide), weight)
-    return sums.to(dy.dtype).view(*dy.shape[:-1], width)
+def _multiply(launch, x, values, index, shape, transposed) -> Tensor:
+    x, tokens = x.contiguous(), _tokens(x)
+    y = x.new_empty(*x.shape[:-1], shape[transposed])
+    scratch = _scratch(x, tokens, shape, values.numel(), transposed, False)
+    launch(
+        core.sparse_multiply, tokens, *shape, transposed, x, code(x), values, code(values), index, index.numel(),
+        values.numel(), y, scratch, threads(),
+    )  # fmt: skip
+    return y
 
 
-def _weight_gradient(gradient, x, dy, index, accumulate) -> None:
-    flat_x, flat_y, wide = _tokens(x), _tokens(dy), widest(x)
-    for block in blocks_of(index, dy.shape[-1], x.shape[-1], gradient.numel()):
-        sums = torch.zeros(block.rows.stop - block.rows.start, block.width, dtype=wide)
-        for piece in pieces_of(flat_x, len(sums)):
-            sums.addmm_(flat_y[piece, block.rows].to(wide).t(), flat_x[piece].to(wide))
-        block.gather(sums, gradient, accumulate)
+def _weight_gradient(launch, gradient, x, dy, index, accumulate) -> None:
+    x, dy, tokens, shape = x.contiguous(), dy.contiguous(), _tokens(x), (dy.shape[-1], x.shape[-1])
+    scratch = _scratch(x, tokens, shape, gradient.numel(), False, True)
+    launch(
+        core.sparse_linear_weight_gradient, tokens, *shape, x, dy, code(x), index, index.numel(), gradient.numel(),
+        gradient, code(gradient), accumulate, scratch, threads(),
+    )  # fmt: skip
+
+
+def _tokens(x: Tensor) -> int:
+    return x.shape[:-1].numel()
+
+
+def _scratch(x: Tensor, tokens: int, shape: tuple[int, int], count: int, transposed: bool, ranked: bool) -> Tensor:
+    size = core.sparse_multiply_scratch(tokens, *shape, count, transposed, ranked, threads())
+    return x.new_empty(size, dtype=torch.uint8)
 
 
 _forward_op = define(
-    "sparse_linear(Tensor x, Tensor values, Tensor index, int rows) -> Tensor",
-    twin=reference_rows.linear,
-    fake=_forward,
-    compiled=_forward,
+    "sparse_linear(Tensor x, Tensor values, Tensor index, int rows) -> Tensor", **forms(_forward, reference_rows.linear)
 )
 _input_gradient_op = define(
     "sparse_linear_input_gradient(Tensor dy, Tensor values, Tensor index, int width) -> Tensor",
-    twin=reference_rows.linear_input_gradient,
-    fake=_input_gradient,
-    compiled=_input_gradient,
+    **forms(_input_gradient, reference_rows.linear_input_gradient),
 )
 _weight_gradient_op = define(
     "sparse_linear_weight_gradient(Tensor(a!) gradient, Tensor x, Tensor dy, Tensor index, bool accumulate) -> ()",
-    twin=reference_rows.linear_weight_gradient,
-    fake=_weight_gradient,
-    compiled=_weight_gradient,
+    **forms(_weight_gradient, reference_rows.linear_weight_gradient),
 )
 
 

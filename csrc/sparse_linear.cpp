@@ -1,0 +1,193 @@
+// Sparse linear layers: the product, the gradient of its input, and the gradient of the weight at its nonzeros only.
+// Tokens are here what pixels are to a convolution: up to 64 of them are turned into FP32 scratch, channel after channel,
+// so that a nonzero costs one multiply-add for eight tokens. Every thread has lines of its own, a block of which is
+// decoded before the tokens go through it, tile after tile.
+#include "core.h"
+#include "sparse_geometry.h"
+#include "sparse_tile.h"
+#include "sparse_work.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 16384;  // entries decoded at a time: each time the tokens are turned again
+
+struct Shape {
+  int64_t tokens, channels, lines;  // channels are read, lines are written
+  int64_t tiles() const { return divide_up(tokens, TILE_VECTORS * LANES); }
+  int64_t vectors() const { return divide_up(divide_up(tokens, std::max<int64_t>(1, tiles())), LANES); }
+  int64_t width() const { return std::max<int64_t>(1, vectors()) * LANES; }  // tokens of a tile
+  int64_t chunks() const { return divide_up(std::max<int64_t>(1, channels), std::max<int64_t>(1, CACHE_BYTES / (width() * 4))); }
+  int64_t chunk_channels() const { return divide_up(channels, chunks()); }
+};
+
+// What Python passes: rows and width of the weight, and how many nonzeros it has.
+struct Weight {
+  int64_t rows, width, count;
+  Nonzeros nonzeros(const Shape& shape, bool transposed, bool ranked, Index index, const void* values, int code) const {
+    return {index, ranked, values, code, count, rows, width, 1, transposed, shape.chunks(), shape.chunk_channels(), 1};
+  }
+};
+
+// What one thread works with: the tile's channels, and one more that is zero; its lines; the sums of entries.
+struct Workspace {
+  float* source;
+  Blocks blocks;
+  float *lines, *sums;
+  Workspace(const Shape& shape, const Nonzeros& nonzeros, int threads, Arena& arena)
+      : source(arena.take<float>((shape.channels + 1) * shape.width())),
+        blocks(nonzeros, shape.width() * 4, divide_up(shape.lines, threads), BLOCK, arena) {
+    lines = arena.take<float>(blocks.height() * shape.width());
+    sums = arena.take<float>(nonzeros.ranked ? blocks.size() : 0);
+    if (!arena.base) return;
+    std::fill(source, source + (shape.channels + 1) * shape.width(), 0.f);
+    blocks.group_of[0] = blocks.offset_of[0] = 0;
+  }
+};
+
+int64_t workspace_bytes(const Shape& shape, const Nonzeros& nonzeros, int threads) {
+  Arena arena{nullptr};
+  Workspace(shape, nonzeros, threads, arena);
+  return arena.used;
+}
+
+// body(constant): the number of vectors in a tile, known to the compiler.
+template <int NV>
+struct Form { static constexpr int vectors = NV; };
+template <class Body>
+void with_form(const Shape& shape, Body body) {
+  switch (shape.vectors()) {
+    case 1: return body(Form<1>{});
+    case 2: return body(Form<2>{});
+    case 3: return body(Form<3>{});
+    case 4: return body(Form<4>{});
+    case 5: return body(Form<5>{});
+    case 6: return body(Form<6>{});
+    case 7: return body(Form<7>{});
+    case 8: return body(Form<8>{});
+  }
+}
+
+// For every block of a thread's lines: begin(), body(constant, storage tag, tokens) for every tile of tokens, end().
+template <class Begin, class Body, class End>
+void each_tile(const Shape& shape, Workspace& space, Range lines, int code, Address x, Begin begin, Body body,
+               End end) {
+  for (space.blocks.begin(lines.begin, lines.end); space.blocks.next(); end()) {
+    begin();
+    with_storage(code, [&](auto tag) {
+      with_form(shape, [&](auto form) {
+        for (int64_t t = 0; t < shape.tokens; t += shape.width()) {
+          const Range tokens{t, std::min(shape.tokens, t + shape.width())};
+          transpose(at<decltype(tag)>(x) + t * shape.channels, shape.channels, tokens.end - t, shape.channels,
+                    space.source, shape.width());
+          body(form, tag, tokens);
+        }
+      });
+    });
+  }
+}
+
+// Every line of the block, for one tile of tokens.
+template <int NV>
+void multiply_lines(const Workspace& space, int64_t chunks) {
+  const Blocks& blocks = space.blocks;
+  const char* base = reinterpret_cast<const char*>(space.source);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int32_t* starts = blocks.starts + chunk;
+    float* out = space.lines;
+    for (int64_t line = blocks.first; line < blocks.last; ++line, starts += chunks, out += LANES * NV) {
+      Vector sum[NV] = {};
+      if (chunk) load_tile(sum, out);
+      int64_t entry = starts[0];
+      accumulate(sum, blocks, entry, starts[1], base);
+      keep_tile(sum, out);
+    }
+  }
+}
+
+// For every entry of the block, the product of its line's gradient with its channel, summed over one tile of tokens.
+template <int NV>
+void dot_lines(const Workspace& space, int64_t chunks) {
+  const Blocks& blocks = space.blocks;
+  const char* base = reinterpret_cast<const char*>(space.source);
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int32_t* starts = blocks.starts + chunk;
+    const float* gradient = space.lines;
+    for (int64_t line = blocks.first; line < blocks.last; ++line, starts += chunks, gradient += LANES * NV) {
+      Vector whole[NV];
+      load_tile(whole, gradient);
+      dot(whole, blocks.offsets, starts[0], starts[1], base, space.sums);
+    }
+  }
+}
+
+Shape shape_of(const Weight& weight, int64_t tokens, bool transposed) {
+  return {tokens, transposed ? weight.rows : weight.width, transposed ? weight.width : weight.rows};
+}
+
+int64_t multiply_scratch(int64_t tokens, int64_t rows, int64_t width, int64_t count, bool transposed, bool ranked,
+                         int threads) {
+  const Weight weight{rows, width, count};
+  const Shape shape = shape_of(weight, tokens, transposed);
+  return threads * workspace_bytes(shape, weight.nonzeros(shape, transposed, ranked, {}, nullptr, 0), threads);
+}
+
+// y = x W', or (transposed) the gradient of x from that of y.
+void multiply_tokens(int64_t tokens, int64_t rows, int64_t width, bool transposed, Address x, int code, Address values,
+              int values_code, Address index, int64_t index_size, int64_t count, Address y, Address scratch,
+              int threads) {
+  const Weight weight{rows, width, count};
+  const Shape shape = shape_of(weight, tokens, transposed);
+  const Index where{at<uint8_t>(index), index_size, rows * width};
+  const Nonzeros nonzeros = weight.nonzeros(shape, transposed, false, where, at<void>(values), values_code);
+  const int64_t bytes = workspace_bytes(shape, nonzeros, threads);
+  on_threads(threads, [&](int64_t thread) {
+    Arena arena{at<uint8_t>(scratch) + thread * bytes};
+    Workspace space(shape, nonzeros, threads, arena);
+    const auto body = [&](auto form, auto tag, Range tile) {
+      multiply_lines<form.vectors>(space, shape.chunks());
+      const Blocks& blocks = space.blocks;
+      transpose(space.lines, shape.width(), blocks.last - blocks.first, tile.end - tile.begin,
+                at<decltype(tag)>(y) + tile.begin * shape.lines + blocks.first, shape.lines);
+    };
+    each_tile(shape, space, part(shape.lines, threads, thread), code, x, [] {}, body, [] {});
+  });
+}
+
+// gradient[rank] (+)= sum over tokens.
+void weight_gradient(int64_t tokens, int64_t rows, int64_t width, Address x, Address dy, int code, Address index,
+                     int64_t index_size, int64_t count, Address gradient, int gradient_code, bool accumulate,
+                     Address scratch, int threads) {
+  const Weight weight{rows, width, count};
+  const Shape shape = shape_of(weight, tokens, false);
+  const Index where{at<uint8_t>(index), index_size, rows * width};
+  const Nonzeros nonzeros = weight.nonzeros(shape, false, true, where, nullptr, 0);
+  const int64_t bytes = workspace_bytes(shape, nonzeros, threads);
+  on_threads(threads, [&](int64_t thread) {
+    Arena arena{at<uint8_t>(scratch) + thread * bytes};
+    Workspace space(shape, nonzeros, threads, arena);
+    const Blocks& blocks = space.blocks;
+    const auto begin = [&] { std::fill(space.sums, space.sums + blocks.entries(), 0.f); };
+    const auto body = [&](auto form, auto tag, Range tile) {
+      const int64_t lines = blocks.last - blocks.first;
+      if (tile.end - tile.begin < shape.width()) std::fill(space.lines, space.lines + lines * shape.width(), 0.f);
+      transpose(at<decltype(tag)>(dy) + tile.begin * rows + blocks.first, rows, tile.end - tile.begin, lines,
+                space.lines, shape.width());
+      dot_lines<form.vectors>(space, shape.chunks());
+    };
+    const auto end = [&] {
+      with_storage(gradient_code, [&](auto tag) {
+        for (int64_t e = 0; e < blocks.entries(); ++e)
+          if (blocks.ranks[e] >= 0) put(at<decltype(tag)>(gradient) + blocks.ranks[e], space.sums[e], accumulate);
+      });
+    };
+    each_tile(shape, space, part(shape.lines, threads, thread), code, x, begin, body, end);
+  });
+}
+
+}  // namespace
+
+void bind_sparse_linear(nb::module_& m) {
+  m.def("sparse_multiply_scratch", &multiply_scratch);
+  m.def("sparse_multiply", &multiply_tokens, Release());
+  m.def("sparse_linear_weight_gradient", &weight_gradient, Release());
+}
