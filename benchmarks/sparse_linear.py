@@ -2,8 +2,8 @@
 
     python benchmarks/sparse_linear.py --threads 1 2
 
-Linear layers of the DynamicConv Transformer (tokens x in x out), and its embedding (rows x width). A figure is the median
-time as a ratio of dense FP32.
+Linear layers of the DynamicConv Transformer (tokens x in x out) and its embedding (rows x width). A figure is the
+median time as a ratio of dense FP32.
 """
 
 import argparse
@@ -35,7 +35,8 @@ def nonzeros(weight: torch.Tensor, density: float, generator: torch.Generator) -
 
 def linear(tokens: int, width: int, rows: int) -> dict[str, Callable]:
     generator = torch.Generator().manual_seed(0)
-    x, dy, weight = (torch.randn(n, m, generator=generator) for n, m in ((tokens, width), (tokens, rows), (rows, width)))
+    sizes = (tokens, width), (tokens, rows), (rows, width)
+    x, dy, weight = (torch.randn(size, generator=generator) for size in sizes)
 
     def dense() -> None:
         F.linear(x, weight), dy @ weight, dy.t() @ x
