@@ -24,10 +24,14 @@ _HOMES = {
     "load_weights": "training.save",
     "measure": "measuring",
     "ShoestringError": "errors",
+    "NoPlanFits": "errors",
+    "OverBudget": "errors",
 }
 __all__ = [
     "SGD",
     "Adam",
+    "NoPlanFits",
+    "OverBudget",
     "Plan",
     "Profile",
     "ShoestringError",
@@ -42,7 +46,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from .errors import ShoestringError
+    from .errors import NoPlanFits, OverBudget, ShoestringError
     from .measuring import measure
     from .models import builtin
     from .planning.plan import Plan

@@ -57,13 +57,13 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
         for number, option in enumerate(search.options(level) if level <= risk else []):
             seconds = search.seconds(option)
             if seconds is not None and (traced := search.trace(option.settings)) and search.has_room(traced):
-                fitting.append((level, seconds, len(option.settings), number, option.settings))
+                fitting.append((level, search.degree(option), seconds, len(option.settings), number, option.settings))
     if not fitting:
         with pytest.raises(NoPlanFits):
             plan(little(), budget, risk=risk.name.lower(), rates=RATES)
         return
     found = plan(little(), budget, risk=risk.name.lower(), rates=RATES)
-    assert found.techniques() == dict(min(fitting)[4])
+    assert found.techniques() == dict(min(fitting)[-1])
     assert found.predicted_peak_bytes == traced_peak(little(), found.techniques()) <= 0.99 * budget
 
 

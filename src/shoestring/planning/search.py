@@ -146,7 +146,7 @@ class Search:
         if level == Risk.EXACT and self.fits(Option((), level)):
             return Option((), level)
         small = [option for option in self.options(level) if self._least(option) <= self.budget]
-        for _, group in itertools.groupby(sorted(small, key=self._degree), key=self._degree):
+        for _, group in itertools.groupby(sorted(small, key=self.degree), key=self.degree):
             timed = [(seconds, len(option.settings), number, option) for number, option in enumerate(group)
                      if (seconds := self.seconds(option)) is not None]  # fmt: skip
             for *_, option in sorted(timed, key=lambda row: row[:3]):
@@ -154,7 +154,7 @@ class Search:
                     return option
         return None
 
-    def _degree(self, option: Option) -> int:
+    def degree(self, option: Option) -> int:
         """How approximate an option is, within its risk."""
         settings = dict(option.settings)
         sparser = SPARSER.get(settings["nonzero"], 4) if "nonzero" in settings else 0
