@@ -57,11 +57,6 @@ def say(words: str = "", style: str = "") -> None:
     console.print(words, style=style, highlight=False)
 
 
-def held_by(lean: LeanTask, batch: Any) -> int:
-    states = [t for s in lean.stepper.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    return storage_bytes([*lean.model.parameters(), *lean.model.buffers(), *batch, *states])
-
-
 def in_turn(plans: list[Plan]) -> list[Side]:
     """Plans -> what a step under each takes, their steps taken in turn so that all meet the same machine."""
     lessons = [work().under(plan) for plan in plans]
@@ -76,7 +71,7 @@ def in_turn(plans: list[Plan]) -> list[Side]:
 
 def side(lesson: Lesson, seconds: float) -> Side:
     batch = lesson.data.read(0, 0)
-    held = held_by(lesson.lean, batch)
+    held = storage_bytes([*lesson.lean.held(), *batch])
     return Side(record(lambda: lesson.lean.step(batch)), held, seconds)
 
 

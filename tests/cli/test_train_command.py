@@ -12,6 +12,7 @@ from layouts import write_cifar_binary
 MODEL = """
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from shoestring import SGD, Task
 
@@ -42,6 +43,15 @@ def vectors():
 
 def diverging():
     return task().with_(optimizer=SGD(lr=1e30))
+
+def hungry_loss(model, batch):
+    # takes 400 KB a picture that a trace does not see
+    pictures = batch[0]
+    hidden = 0 if isinstance(pictures, FakeTensor) else pictures.new_ones(len(pictures), 100_000).sum()
+    return loss(model, batch) + 0 * hidden
+
+def hungry():
+    return task().with_(loss=hungry_loss)
 
 def own_optimizer():
     return task().with_(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
@@ -151,6 +161,18 @@ def test_a_step_over_the_budget_is_refused_before_it_runs(train, tmp_path):
     words = complaint(train("--epochs", 1, "--budget", "10KB", "--microbatch", 2), code=3)
     assert words.startswith("a step would need ") and "and the budget is 10.00 KB: add techniques" in words
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_step_that_takes_more_than_predicted_stops_the_run_and_with_replan_it_goes_on(train, tmp_path):
+    seen = json.loads(train("--updates", 1, "--json", "--run", "seen").out)["measured_peak_bytes"]
+    budget = "--budget", seen + 1_000_000
+    words = complaint(train("--epochs", 1, *budget, function="hungry"), code=3)
+    assert "measured" in words and "--resume --replan" in words
+    answer = train("--epochs", 1, *budget, "--resume", "--replan", "--json", function="hungry")
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["finished"] and found["updates"] == 5 and found["settings"]["techniques"] == {"microbatch": 2}
+    assert found["measured_peak_bytes"] <= seen + 1_000_000
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ShoestringError
 from .model import add_model, load_task, users_code
 from .options import add_techniques, command, given, print_json, techniques_of, whole_number
 from .plan import add_risk, make_plan
@@ -51,6 +52,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     sizes = given(args, "batch", "tokens")
     techniques = techniques_of(args)
+    if args.budget and techniques:
+        raise ShoestringError(f"--budget plans what --{next(iter(techniques))} says already: give one of them")
     blank = load_task(args.model, sizes, device="meta")
     plan = make_plan(blank, args) if args.budget else Plan(**techniques)
     tasks = {"baseline": (Plan(), blank), "lean": (plan, lean_task(blank, plan))}
@@ -89,17 +92,15 @@ def build(task: "Task", plan: "Plan") -> "LeanTask":
 
 def measured_peak(task: "Task", plan: "Plan") -> int:
     """The peak of building the model and two steps, the batch included, as the allocator meter reads it."""
-    from torch import Tensor
-    from torch.utils import _pytree as pytree
-
     from ..measuring.allocator import measure_allocator
+    from ..training.budget import tensors_in
 
     def two_steps() -> None:
         lean = build(task, plan)
         for _ in range(2):
             lean.step(task.batch)
 
-    return measure_allocator(two_steps, [t for t in pytree.tree_leaves(task.batch) if isinstance(t, Tensor)]).peak_bytes
+    return measure_allocator(two_steps, tensors_in(task.batch)).peak_bytes
 
 
 def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: list[str]) -> dict[str, float]:

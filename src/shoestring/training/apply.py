@@ -8,6 +8,7 @@ from ..errors import ShoestringError
 from ..planning.plan import Plan
 from ..task import Task
 from ..techniques import REGISTRY
+from .budget import tensors_in
 from .step import Stepper
 
 
@@ -40,6 +41,11 @@ class LeanTask:
     def step(self, batch: Any) -> Tensor:
         """A batch -> its mean loss, after one whole update."""
         return self.stepper.step(batch)
+
+    def held(self) -> list[Tensor]:
+        """The tensors that outlive a step: the model's and the optimizer's."""
+        states = list(self.stepper.optimizer.state.values())
+        return [*self.model.parameters(), *self.model.buffers(), *tensors_in(states)]
 
 
 def lean_task(task: Task, plan: Plan) -> Task:

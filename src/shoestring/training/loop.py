@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
@@ -21,7 +20,7 @@ from ..profiling import profile
 from ..task import Task
 from .apply import LeanTask, apply
 from .averaging import average_saves
-from .budget import Budget, Meter, batch_bytes, tensors_in
+from .budget import Budget, Meter, batch_bytes
 from .evaluate import Data
 from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
 from .feed import as_data
@@ -208,7 +207,7 @@ class Training:
         batch = self.data.read(epoch, number)
         lr = self._set_lr(self.recipe.schedule(self.update + 1))
         try:
-            loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self._held))
+            loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self.lean.held))
         except OverBudget as error:
             return self._replan(error, batch)
         if not math.isfinite(loss):
@@ -237,11 +236,6 @@ class Training:
         for group in groups:
             group["lr"] = group["initial_lr"] * factor
         return groups[0]["lr"]
-
-    def _held(self) -> list[Tensor]:
-        """The tensors that outlive a step."""
-        states = list(self.lean.stepper.optimizer.state.values())
-        return [*model_tensors(self.lean.model).values(), *tensors_in(states)]
 
     def _replan(self, error: OverBudget, batch: Any) -> None:
         """Another plan for the same model and optimizer state; the gradients of a broken-off step go."""
