@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from shoestring import Plan, builtin, plan
 from shoestring.data import open_images
 from shoestring.ledger import Category, Ledger, Phase
@@ -22,7 +20,6 @@ from shoestring.measuring.allocator import Event, read, record, storage_bytes
 from shoestring.reporting.figures import overlay_figure
 from shoestring.reporting.plans import show_plan
 from shoestring.reporting.terminal import make_console
-from shoestring.training.apply import LeanTask
 from shoestring.training.loop import train
 from shoestring.training.progress import progress
 from shoestring.training.schedules import schedule
