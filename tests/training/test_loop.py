@@ -3,6 +3,7 @@ import math
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
 from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
 from shoestring.phases import current
+from shoestring.training.budget import Budget
 from shoestring.training.evaluate import Evaluation, evaluating
 from shoestring.training.events import Evaluated, Replanned, Saved, Updated
 from shoestring.training.interrupts import Interrupted
@@ -433,3 +435,19 @@ def test_replanned_a_run_goes_on_with_smaller_microbatches_of_the_same_batch(tmp
     assert record.settings["techniques"] == {"microbatch": 3}
     assert [event.update for event in told if isinstance(event, Replanned)] == [3]
     assert [line["update"] for line in log_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
+
+
+def test_an_update_is_measured_again_once_more_outlives_it():
+    readings, held = [], [torch.zeros(4)]
+
+    def meter(run, tensors):
+        run()
+        readings.append(SimpleNamespace(peak_bytes=sum(t.nbytes for t in tensors)))
+        return readings[-1]
+
+    budget, batch = Budget(None, meter, None), torch.zeros(1)
+    for update in range(6):
+        budget.run(lambda: torch.zeros(()), batch, lambda: held)
+        if update == 3:  # as where a loss scale let the first updates be skipped
+            held.append(torch.zeros(8))
+    assert [reading.peak_bytes for reading in readings] == [20, 20, 52]

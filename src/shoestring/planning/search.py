@@ -177,7 +177,8 @@ class Search:
         base, settings = self.base(option.only(*SHARED)), dict(option.settings)
         if base is None:
             return None
-        return seconds_of(base.traced, self.rates, self._pieces(settings), settings.get("nonzero", 100) / 100)
+        density, lean = settings.get("nonzero", 100) / 100, bool(option.only(*SHARED))
+        return seconds_of(base.traced, self.rates, self._pieces(settings), density, lean)
 
     def _pieces(self, settings: dict[str, Any]) -> int:
         return -(-self.units // settings.get("microbatch", self.units))

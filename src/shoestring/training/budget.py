@@ -19,7 +19,8 @@ MEASURED_AGAIN = 500  # updates after which one is measured again: rewiring may 
 
 
 class Budget:
-    """Measures the first updates, some later ones, and each whose batch is larger than all before; watches the others.
+    """Measures the first updates, some later ones, and each whose batch, or what outlives it, is larger than all before;
+    watches the others.
 
     `meter(run, held)` gives a reading with `peak_bytes` and `to_json()`; `watch()` the bytes in use now, and
     is asked at each change of phase, before the update of the weights. `predict(batch)` gives the bytes of a step, and
@@ -39,7 +40,7 @@ class Budget:
         self.measured: Any = None
         self.used_bytes = 0  # of the step that was over the budget
         self._planned = planned
-        self._updates = self._largest = 0
+        self._updates = self._largest = self._most_held = 0
 
     @property
     def peak_bytes(self) -> int | None:
@@ -48,11 +49,12 @@ class Budget:
     def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
         """Runs a step -> its loss; OverBudget, before the weights change, where too much is predicted or seen."""
         self._foresee(batch)
-        if self.meter is None or not self._is_new(batch):
+        kept = held() if self.meter else ()
+        if self.meter is None or not self._is_new(batch, kept):
             with listen(self._look):
                 return step()
         losses: list[Tensor] = []
-        reading = self.meter(lambda: losses.append(step()), [*held(), *tensors_in(batch)])
+        reading = self.meter(lambda: losses.append(step()), [*kept, *tensors_in(batch)])
         if self.measured is None or reading.peak_bytes > self.measured.peak_bytes:
             self.measured = reading
         return losses[0]
@@ -65,7 +67,8 @@ class Budget:
 
     def forget(self) -> None:
         """Starts anew, for a step that was planned anew."""
-        self.measured, self._updates, self._largest = None, 0, 0
+        self.measured = None
+        self._updates = self._largest = self._most_held = 0
 
     def _foresee(self, batch: Any) -> None:
         foreseen = max(self._planned, self._largest)
@@ -74,10 +77,13 @@ class Budget:
         if (size := batch_bytes(batch)) > foreseen and (peak := self.predict(batch)) > self.limit:
             raise self._over(peak, f"predicted for a batch of {format_bytes(size)}, which is larger than planned")
 
-    def _is_new(self, batch: Any) -> bool:
-        size = batch_bytes(batch)
-        new = self._updates < MEASURED_UPDATES or self._updates % MEASURED_AGAIN == 0 or size > self._largest
-        self._updates, self._largest = self._updates + 1, max(size, self._largest)
+    def _is_new(self, batch: Any, held: Iterable[Tensor]) -> bool:
+        """Whether no update so far tells of this one; FP16's first are often skipped, and make no optimizer state."""
+        size, kept = batch_bytes(batch), sum(tensor.nbytes for tensor in held)
+        new = self._updates < MEASURED_UPDATES or self._updates % MEASURED_AGAIN == 0
+        new = new or size > self._largest or kept > self._most_held
+        self._updates += 1
+        self._largest, self._most_held = max(size, self._largest), max(kept, self._most_held)
         return new
 
     def _look(self, phase: Phase) -> None:
