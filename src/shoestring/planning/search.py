@@ -35,8 +35,9 @@ Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
 SHARED = ("precision", "checkpoint")  # settings of the traces from which the others' effect is estimated
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
-# Room for what no trace sees, which the heap meter does: autograd's nodes, Python's objects, states of random numbers.
-ROOM_BYTES, ROOM_SHARE, MOST_ROOM = 150_000, 0.01, 0.05
+# Room for what no trace sees, which the heap meter does: the headers of a tensor and its storage, their Python objects,
+# autograd's node. Measured (benchmarks/budgets_kept.py): 720 bytes for each storage alive at the peak, at most 870.
+OBJECT_BYTES = 900
 SPARSER = {50: 1, 40: 1, 30: 1, 20: 2}  # how approximate: steps of about half a point of accuracy (paper, Table 3)
 ALTERNATIVES = 2  # that are traced to be shown beside the plan
 
@@ -218,8 +219,7 @@ class Search:
 
     def has_room(self, traced: Profile) -> bool:
         """Whether a traced step fits, with room for what no trace sees."""
-        room = min(MOST_ROOM * self.budget, ROOM_BYTES + ROOM_SHARE * self.budget)
-        return traced.peak_bytes <= self.budget - room
+        return traced.peak_bytes + _object_bytes(traced) <= self.budget
 
     def _calibrate(self, traced: Profile) -> bool:
         """Asks for the scratch of operators that is not known -> whether any of them needs some."""
@@ -343,15 +343,20 @@ class Search:
         alike = [o for o in options if o.only("precision") == precision and self.base(o.only(*SHARED))]
         for option in sorted(alike, key=lambda o: self.estimate(o)[0])[:ALTERNATIVES]:
             self.fits(option)
-        known = [(p.peak_bytes, s, p) for s, p in self.profiles.items() if p is not None]
-        peak, settings, traced = min(known, key=lambda row: row[0])
+        known = [(p.peak_bytes + _object_bytes(p), s, p) for s, p in self.profiles.items() if p is not None]
+        _, settings, traced = min(known, key=lambda row: row[0])
         parts = sorted(traced.bytes_by_category.items(), key=lambda part: -part[1])[:3]
         fills = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts)
         more = "a smaller batch or model" if allowed == Risk.APPROXIMATE else f"--risk {Risk(allowed + 1).name.lower()}"
+        tensors, objects = format_bytes(traced.peak_bytes), format_bytes(_object_bytes(traced))
         return NoPlanFits(
-            f"no plan fits {format_bytes(self.budget)}: the smallest peak found is {format_bytes(peak)} "
-            f"({self._option(settings)}), filled by {fills}; try {more} or a larger budget"
+            f"no plan fits {format_bytes(self.budget)}: the smallest peak found is {tensors} and {objects} of Python's "
+            f"objects ({self._option(settings)}), filled by {fills}; try {more} or a larger budget"
         )
+
+
+def _object_bytes(traced: Profile) -> int:
+    return OBJECT_BYTES * len(traced.ledger.live_at(traced.ledger.peak().time))
 
 
 def _kind(option: Option) -> tuple:

@@ -19,7 +19,7 @@ MEASURED_AGAIN = 500  # updates after which one is measured again: rewiring may 
 
 
 class Budget:
-    """Measures the first updates, some later ones, and each whose batch, or what outlives it, is larger than all before;
+    """Measures the first updates, some later ones, and each whose batch, or what outlives it, is larger than before;
     watches the others.
 
     `meter(run, held)` gives a reading with `peak_bytes` and `to_json()`; `watch()` the bytes in use now, and
