@@ -300,7 +300,9 @@ class Search:
         for name, value in option.settings:
             less = option.without(name)
             if traced := self.profiles.get(less.settings):
-                yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}"
+                objects = f" and {format_bytes(_object_bytes(traced), 2)} of Python's objects"
+                near = traced.peak_bytes <= self.budget < traced.peak_bytes + _object_bytes(traced)
+                yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}{objects if near else ''}"
             elif self.base(less.only(*SHARED)) is not None:
                 yield f"{name} {value}: without it about {format_bytes(self.estimate(less)[0], 2)}"
 
