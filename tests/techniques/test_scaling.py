@@ -125,7 +125,9 @@ def test_the_scale_reaches_the_backward_pass_and_not_the_loss():
 
 def test_a_loss_in_fp16_is_scaled_beyond_its_range():
     task = make(loss=lambda model, batch: model(batch).square().mean().half(), scaling=Scaling(initial=2.0**20))
-    Stepper(task).step(task.batch)
+    stepper = Stepper(task)
+    assert stepper.step(task.batch).isfinite()
+    assert stepper.scale.updates == 1  # not skipped
 
 
 # -- how the scale moves ----------------------------------------------------------------------------------------
