@@ -305,6 +305,8 @@ class Search:
                 yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}{objects if near else ''}"
             elif self.base(less.only(*SHARED)) is not None:
                 yield f"{name} {value}: without it about {format_bytes(self.estimate(less)[0], 2)}"
+        chosen = {name for name, _ in option.settings}
+        yield from (f"{t.name}: {t.warning}" for t in REGISTRY if t.warning and t.name in chosen)
 
     def pareto(self, chosen: Option) -> list[dict[str, Any]]:
         """Of what was traced: what no other beats in memory, time and risk together, least memory first.

@@ -19,7 +19,8 @@ def _exact(task: Task, value: Any) -> Risk:
 class Technique(NamedTuple):
     """`name` is the plan's field, `settings(value)` makes the technique's settings from its value.
 
-    `options(task)` are the values that the planner may try, `risk(task, value)` what a value does to the result.
+    `options(task)` are the values that the planner may try, `risk(task, value)` what a value does to the result, and
+    `warning` what a user should know who did not choose it.
     """
 
     name: str
@@ -27,10 +28,11 @@ class Technique(NamedTuple):
     apply: Callable[[Task, Any], Task]
     options: Callable[[Task], list] = _no_options
     risk: Callable[[Task, Any], Risk] = _exact
+    warning: str = ""
 
 
 REGISTRY = (
-    Technique("nonzero", sparsity.Settings, sparsity.apply, sparsity.options, sparsity.risk),
+    Technique("nonzero", sparsity.Settings, sparsity.apply, sparsity.options, sparsity.risk, sparsity.WARNING),
     Technique("precision", precision.Settings, precision.apply, precision.options, precision.risk),
     Technique("optimizer", lean_optimizer.Settings, lean_optimizer.apply, lean_optimizer.options, lean_optimizer.risk),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options),

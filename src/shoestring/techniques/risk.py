@@ -9,7 +9,7 @@ class Risk(IntEnum):
     """The order in which the planner spends them."""
 
     EXACT = 0  # the same numbers
-    NEUTRAL = 1  # other numbers, and no loss of quality in the evidence
+    NEUTRAL = 1  # other numbers, and no loss of quality, or less than half a point, in the papers' evidence
     APPROXIMATE = 2  # quality is traded for memory
 
     @classmethod

@@ -51,7 +51,11 @@ def options(task: Task) -> list[float]:
     return [50, 40, 30, 20, 10]
 
 
+WARNING = "the paper's WRN-28-2 lost 0.3 points of accuracy at 30%, 0.6 at 20%; smaller networks lose more"
+
+
 def risk(task: Task, nonzero: float) -> Risk:
+    """Neutral on the paper's evidence: 93.95 ± 0.18% at 30% of the nonzeros, 94.28 ± 0.17% at all (its Table 3)."""
     convolutions = all(isinstance(layer, nn.Conv2d) for layer in select(task.model).values())
     return Risk.NEUTRAL if nonzero >= 30 and convolutions else Risk.APPROXIMATE
 
