@@ -64,6 +64,7 @@ class Base(NamedTuple):
 
     traced: Profile
     footprint: Footprint
+    objects: int  # bytes
 
 
 def plan(
@@ -108,6 +109,7 @@ class Search:
         self.profiles: dict[tuple, Profile | None] = {}
         self.bases: dict[tuple, Base | None] = {}
         self.misses: dict[tuple, tuple[float, float]] = {}  # kind of option -> share of the batch, bytes missed
+        self.objects: dict[tuple, int] = {}  # kind of option -> bytes around its tensors
 
     # -- candidates ---------------------------------------------------------------------------------------------
     def options(self, level: Risk) -> list[Option]:
@@ -201,7 +203,9 @@ class Search:
     def could_fit(self, option: Option) -> bool:
         """False where the estimate is far over the budget."""
         about, corrected = self.estimate(option)
-        return about * (DOUBT_AFTER_TRACE if corrected else DOUBT) <= self.budget
+        base = self.base(option.only(*SHARED))
+        objects = self.objects.get(_kind(option), base.objects if base else 0)
+        return (about + objects) * (DOUBT_AFTER_TRACE if corrected else DOUBT) <= self.budget
 
     def fits(self, option: Option) -> bool:
         """Whether the option's traced peak, with the scratch of its operators, is within the budget."""
@@ -215,6 +219,7 @@ class Search:
         if base is not None:
             share = self._share(settings)
             self.misses[_kind(option)] = share, traced.peak_bytes - base.footprint.peak(settings, share)
+            self.objects[_kind(option)] = _object_bytes(traced)
         return self.has_room(traced)
 
     def has_room(self, traced: Profile) -> bool:
@@ -244,7 +249,7 @@ class Search:
             self.progress(f"one step with {Option(settings, Risk.EXACT)}")
             traced = self._profile(settings, steps=1)
             item_bytes = 2 if "precision" in dict(settings) else 4
-            made = Base(traced, Footprint(traced, self._sparse, item_bytes)) if traced else None
+            made = Base(traced, Footprint(traced, self._sparse, item_bytes), _object_bytes(traced)) if traced else None
             self.bases[settings] = made
         return self.bases[settings]
 
