@@ -7,7 +7,7 @@ import pytest
 
 from shoestring import Plan, ShoestringError, apply, profile
 from shoestring.errors import NoPlanFits
-from shoestring.planning.search import Option, Search, plan
+from shoestring.planning.search import OBJECT_BYTES, Option, Search, plan
 from shoestring.planning.timing import Rates
 from shoestring.techniques.risk import Risk
 
@@ -133,3 +133,19 @@ def test_a_damaged_plan_is_refused(text):
 def test_an_option_without_a_setting_is_smaller():
     option = Option((("checkpoint", "no-bn"), ("microbatch", 2)), Risk.EXACT)
     assert option.without("microbatch").settings == (("checkpoint", "no-bn"),)
+
+
+def test_a_plan_with_sparse_layers_says_what_they_may_cost():
+    search = Search(little(), PLAIN, RATES)
+    sparse = search.finish(Option((("nonzero", 30),), Risk.NEUTRAL)).reasons
+    assert any(reason.startswith("nonzero: ") and "points of accuracy" in reason for reason in sparse)
+    assert not any("points" in reason for reason in search.finish(Option((("microbatch", 5),), Risk.NEUTRAL)).reasons)
+
+
+def test_a_plan_leaves_room_for_the_objects_around_its_tensors():
+    traced = Search(little(), 0, RATES).trace(())
+    alive = len(traced.ledger.live_at(traced.ledger.peak().time))
+    needed = traced.peak_bytes + OBJECT_BYTES * alive
+    assert alive > 20
+    assert Search(little(), needed, RATES).has_room(traced)
+    assert not Search(little(), needed - 1, RATES).has_room(traced)
