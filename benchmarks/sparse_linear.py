@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from sparse_convolution import interleaved
 
 from shoestring.kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from shoestring.kernels.sparse_index import encode
@@ -86,17 +87,6 @@ def sparse_embedding_passes(ids, dy, values, index, shape) -> Callable:
     return run
 
 
-def medians(runs: dict[str, Callable], repeats: int) -> dict[str, float]:
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            if repeat:  # the first warms up
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -107,7 +97,8 @@ def main() -> None:
     for threads in args.threads:
         torch.set_num_threads(threads)
         for name, runs in works.items():
-            found = medians(runs, args.repeats)
+            taken = interleaved(runs, args.repeats, time.perf_counter)
+            found = {run: statistics.median(seconds) for run, seconds in taken.items()}
             ratios = ", ".join(f"{k} {v / found['dense']:.2f}" for k, v in found.items() if k != "dense")
             print(f"{threads} threads, {name}: dense {found['dense'] * 1000:.1f} ms; {ratios}", flush=True)
 

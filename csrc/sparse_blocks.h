@@ -68,7 +68,7 @@ class Blocks {
       cursors = arena.take<Cursor>(from.rows);
       places = arena.take<int32_t>(most_lines * from.chunks * from.kernel + OVERRUN);
     } else {
-      masks = arena.take<uint64_t>((chunk_length() / 64 + 1) * from.groups);
+      masks = arena.take<uint64_t>(mask_words());
     }
   }
   int64_t size() const { return capacity; }
@@ -90,7 +90,7 @@ class Blocks {
         cursors[row] = cursor;
       }
     } else {
-      std::fill(masks, masks + (chunk_length() / 64 + 1) * from.groups, 0);
+      std::fill(masks, masks + mask_words(), 0);
       for (int64_t p = 0; p < chunk_length(); ++p)
         masks[p / 64 * from.groups + group_of[p % from.kernel]] |= uint64_t{1} << (p % 64);
       skip(from.index, cursor, line * from.row_length);
@@ -128,6 +128,7 @@ class Blocks {
   Cursor* cursors = nullptr;
 
   int64_t chunk_length() const { return from.chunk_channels * from.kernel; }
+  int64_t mask_words() const { return (chunk_length() / 64 + 1) * from.groups; }
 
   template <class Payload, class Out>
   void fill(Payload payload, Out* out) {
@@ -150,7 +151,8 @@ class Blocks {
       const Cursor before = cursor;
       const int64_t line_start = start, origin = line * from.row_length;
       for (int64_t chunk = 0; chunk < from.chunks; ++chunk, bin += from.groups) {
-        const int64_t rank = cursor.rank, position = cursor.position, end = std::min(from.row_length, (chunk + 1) * chunk_length());
+        const int64_t rank = cursor.rank, position = cursor.position;
+        const int64_t end = std::min(from.row_length, (chunk + 1) * chunk_length());
         const int64_t n = gather(from.index, cursor, origin + end, origin, found);
         if (start + n + slack > capacity) {  // this line begins the next block
           cursor = before;

@@ -49,12 +49,11 @@ class Budget:
     def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
         """Runs a step -> its loss; OverBudget, before the weights change, where too much is predicted or seen."""
         self._foresee(batch)
-        kept = held() if self.meter else ()
-        if self.meter is None or not self._is_new(batch, kept):
+        if self.meter is None or not self._is_new(batch, sum(tensor.nbytes for tensor in held())):
             with listen(self._look):
                 return step()
         losses: list[Tensor] = []
-        reading = self.meter(lambda: losses.append(step()), [*kept, *tensors_in(batch)])
+        reading = self.meter(lambda: losses.append(step()), [*held(), *tensors_in(batch)])
         if self.measured is None or reading.peak_bytes > self.measured.peak_bytes:
             self.measured = reading
         return losses[0]
@@ -77,9 +76,9 @@ class Budget:
         if (size := batch_bytes(batch)) > foreseen and (peak := self.predict(batch)) > self.limit:
             raise self._over(peak, f"predicted for a batch of {format_bytes(size)}, which is larger than planned")
 
-    def _is_new(self, batch: Any, held: Iterable[Tensor]) -> bool:
+    def _is_new(self, batch: Any, kept: int) -> bool:
         """Whether no update so far tells of this one; FP16's first are often skipped, and make no optimizer state."""
-        size, kept = batch_bytes(batch), sum(tensor.nbytes for tensor in held)
+        size = batch_bytes(batch)
         new = self._updates < MEASURED_UPDATES or self._updates % MEASURED_AGAIN == 0
         new = new or size > self._largest or kept > self._most_held
         self._updates += 1
