@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,12 +10,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shoestring import Task
+from shoestring.techniques.dense_form import convert_to_dense
+from shoestring.techniques.lean_base import LeanOptimizer
+from shoestring.techniques.precision import DTYPES, convert
+from shoestring.techniques.sparse_layers import SparseLayer
 from shoestring.training.step import Stepper
 
 
 @dataclass
 class Watched:
-    """An optimizer that first writes the gradients down: one list a step. A lean one is not asked."""
+    """An optimizer that first writes the gradients down: one list per step, of those that it has not used up."""
 
     make: Any
     gradients: list[list[Tensor]] = field(default_factory=list)
@@ -22,7 +27,16 @@ class Watched:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         optimizer = self.make(parameters)
-        optimizer.register_step_pre_hook(lambda *_: self.gradients.append([p.grad.clone() for p in parameters]))
+
+        def note(factor: float = 1.0) -> None:
+            found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            self.gradients.append([gradient.double() * factor for gradient in found])
+
+        if isinstance(optimizer, LeanOptimizer):  # the step hands it the factor of the loss scale
+            update = optimizer.step_by
+            optimizer.step_by = lambda factor: (note(factor), update(factor))
+        else:
+            optimizer.register_step_pre_hook(lambda *_: note())
         return optimizer
 
 
@@ -50,7 +64,8 @@ def run(task: Task, steps: int = 2, seed: int = 1) -> Run:
 
 
 def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
+    """Copies of a model's parameters; those of sparse layers with all their zeros."""
+    return [parameter.detach().clone() for parameter in convert_to_dense(model).parameters()]
 
 
 def doubled(task: Task) -> Task:
@@ -59,15 +74,49 @@ def doubled(task: Task) -> Task:
     return task.with_(model=task.model.double(), batch=batch)
 
 
+def rounded(task: Task, form: str | None) -> Task:
+    """The same task from the weights that a plan of this precision starts from, in FP32 again."""
+    if form is not None:
+        convert(task.model, DTYPES[form])
+        task.model.float()
+    return task
+
+
+def held_at_zero(task: Task) -> Task:
+    """A task with sparse layers -> the same on PyTorch's dense ones: where no nonzero is, the gradient is made zero."""
+    model = convert_to_dense(task.model)
+    for name, module in task.model.named_modules():
+        if isinstance(module, SparseLayer):
+            weight = model.get_submodule(name).weight
+            weight.register_hook(partial(torch.mul, weight.detach() != 0))
+    return task.with_(model=model)
+
+
 def distance(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest difference between gradients, relative to the largest of the wanted ones."""
     largest = max(float(w.abs().max()) for w in wanted)
     return max(float((f - w).abs().max()) for f, w in zip(found, wanted, strict=True)) / largest
 
 
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Tensors as one vector in FP64."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def apart(found: Iterable[Tensor], wanted: Iterable[Tensor]) -> float:
+    """The distance of two vectors, relative to the length of the second."""
+    wanted = flat(wanted)
+    return float((flat(found) - wanted).norm() / wanted.norm())
+
+
 def astray(found: Run, wanted: Run) -> float:
     """How far a run's weights are from another's, as a share of the way that those went from their first values."""
-    flat = [
-        torch.cat([part.double().flatten() for part in run]) for run in (found.weights, wanted.weights, wanted.before)
-    ]
-    return float((flat[0] - flat[1]).norm() / (flat[1] - flat[2]).norm())
+    start = flat(wanted.before)
+    return apart([flat(found.weights) - start], [flat(wanted.weights) - start])
+
+
+def went(found: Run, wanted: Run) -> float:
+    """The share of another run's way that a run went: 1 is as far, and errors without a bias cancel."""
+    start = flat(wanted.before)
+    way = flat(wanted.weights) - start
+    return float((flat(found.weights) - start) @ way / (way @ way))
