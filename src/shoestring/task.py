@@ -62,6 +62,8 @@ def whole(batch: Any) -> Iterator[Any]:
 class Task:
     """What is trained. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
     `padding` is the id that fills up sentences, where the batch holds some: its microbatches go by tokens then.
+    A step whose loss or gradient is not finite changes nothing: `on_nonfinite` says whether it raises `Diverged` or is
+    skipped.
 
     The remaining fields are what techniques change:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
@@ -78,6 +80,7 @@ class Task:
     items: Callable[[Any], int] | None = None
     padding: int | None = None
     name: str = ""
+    on_nonfinite: str = "raise"  # or "skip"
     clip: float | None = None
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
@@ -98,6 +101,9 @@ class Task:
             raise ShoestringError(
                 "a Task needs optimizer settings such as SGD(lr=0.1), or a function of parameters that makes one"
             )
+
+        if self.on_nonfinite not in ("raise", "skip"):
+            raise ShoestringError(f"on_nonfinite={self.on_nonfinite!r} is not known: use 'raise' or 'skip'")
 
     def with_(self, **changes: Any) -> "Task":
         """The same task with some fields changed."""

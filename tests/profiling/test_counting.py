@@ -168,7 +168,7 @@ def test_a_custom_autograd_function_keeps_what_it_saves():
 
     kept = alive_after_forward(profile(task(Cubed(), torch.randn(8, 16))))
     assert kept["addmm"] == 8 * 64 * FLOAT and "mul" not in kept
-    assert_as_measured(task(Cubed(), torch.randn(8, 16)))
+    assert_as_measured(task(Cubed(), 0.1 * torch.randn(8, 16)))  # cubes of more would diverge in the second step
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ShoestringError
+from ..errors import Diverged, ShoestringError
+from ..kernels.gradients import all_finite
 from ..kernels.moments import Moment, new_moment
 from ..kernels.update import Noise
 from ..ledger import Phase
@@ -113,7 +114,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             return
         if self._taken:
             raise self._broken()
-        refuse_using_up(task.clip, task.scaling)
+        refuse_using_up(task)
         if pieces > 1 and not self.gathers:
             raise ShoestringError(
                 f"gradients of {pieces} microbatches cannot be used up as they are made, for {self.gathering_refused}: "
@@ -123,18 +124,34 @@ class LeanOptimizer(torch.optim.Optimizer):
     @contextmanager
     def using_up(self, model: nn.Module) -> Iterator[None]:
         """Inside, each gradient is taken as soon as the backward pass has it."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         with ExitStack() as stack:
             for weight, group, noise in self._numbered():
-                hook = weight.register_post_accumulate_grad_hook(self._hook(group, noise))
-                stack.callback(hook.remove)
+                take = self._hook(group, noise, names.get(weight, "a weight"))
+                stack.callback(weight.register_post_accumulate_grad_hook(take).remove)
             yield
 
-    def _hook(self, group: dict, noise: Noise) -> Callable[[Tensor], None]:
+    def _hook(self, group: dict, noise: Noise, name: str) -> Callable[[Tensor], None]:
         def take(weight: Tensor) -> None:
             with torch.no_grad(), phase(Phase.UPDATE):
+                self._check_finite(weight, name)
                 self._use_up(weight, group, noise)
 
         return take
+
+    def _check_finite(self, weight: Tensor, name: str) -> None:
+        """Nothing that is not finite is ever used up; what came before it in this step has been."""
+        assert weight.grad is not None
+        if weight.grad.layout != torch.strided or all_finite(weight.grad):  # the update refuses other layouts
+            return
+        weight.grad = None
+        before = (
+            f"{len(self._taken)} others had been used up before it, so that weights and state are between two updates: "
+            "go on from the last save, and keep gradients, or"
+            if self._taken
+            else "the weights are as before: look at the batch, or"
+        )
+        raise Diverged(f"the gradient of {name} is not finite; {before} lower the learning rate")
 
     def _use_up(self, weight: Tensor, group: dict, noise: Noise) -> None:
         gradient, weight.grad = weight.grad, None
@@ -179,16 +196,18 @@ class LeanOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def refuse_using_up(clip: float | None, scaling: Any) -> None:
+def refuse_using_up(task: Task) -> None:
     """Raises where a step must see all its gradients before it may use one, with the reason."""
-    if reason := why_gradients_stay(clip, scaling):
+    if reason := why_gradients_stay(task):
         raise ShoestringError(f"gradients cannot be used up as they are made, for {reason}, or keep gradients")
 
 
-def why_gradients_stay(clip: float | None, scaling: Any) -> str | None:
-    """Clipping and the loss scale of a task -> what needs all gradients at once and what to do; None if nothing."""
-    if clip is not None:
-        return f"clipping to {clip:g} needs the norm of all: leave out clipping"
-    if scaling is not None and not getattr(scaling, "is_fixed", False):
+def why_gradients_stay(task: Task) -> str | None:
+    """A task -> what in it needs all gradients at once and what to do; None if nothing."""
+    if task.clip is not None:
+        return f"clipping to {task.clip:g} needs the norm of all: leave out clipping"
+    if task.scaling is not None:
         return "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
+    if task.on_nonfinite == "skip":
+        return "a step that may be skipped must see all before any weight changes: use on_nonfinite='raise'"
     return None

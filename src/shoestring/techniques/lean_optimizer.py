@@ -24,7 +24,6 @@ from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .lean_base import LeanOptimizer, refuse_using_up, why_gradients_stay
 from .lean_rules import LeanAdam, LeanSGD
 from .risk import Risk
-from .scaling import WATCH
 
 NARROW = tuple(form for form in FORMS if form != "fp32")
 FACTORED = ("sm3", "adafactor")
@@ -71,7 +70,7 @@ def options(task: Task) -> list[str]:
     """What the planner tries."""
     if type(rule_of(task.optimizer)) not in (SGD, Adam):
         return []
-    using_up = [USING_UP] if why_gradients_stay(task.clip, task.scaling) is None else []
+    using_up = [USING_UP] if why_gradients_stay(task) is None else []
     return [*using_up, "8bit", *(f"8bit+{word}" for word in using_up)]
 
 
@@ -92,12 +91,12 @@ def apply(task: Task, settings: Settings) -> Task:
     if kind := settings.pick(FACTORED):
         lean = replace(lean, rule=factored(kind, lean.rule))
     if settings.pick([USING_UP]):
-        refuse_using_up(task.clip, task.scaling)
+        refuse_using_up(task)
         lean = replace(lean, uses_up=True)
     if has_no_state(lean.rule) and lean.state != "fp32" and not kind and not lean.uses_up:
         raise NoEffect(f"{lean.rule} keeps nothing that {lean.state} could make smaller: leave it out of the plan")
     settings_now = task.settings | {"optimizer": settings.words}
-    return task.with_(optimizer=lean, scaling=task.scaling or WATCH, settings=settings_now)
+    return task.with_(optimizer=lean, settings=settings_now)
 
 
 def lean_update(optimizer: Any, state: str | None = None) -> Lean:

@@ -21,7 +21,7 @@ from .blocks import patched
 from .lean import with_lean
 from .lean_optimizer import lean_update
 from .risk import Risk
-from .scaling import WATCH, Scaling
+from .scaling import Scaling
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NORMS = (
@@ -49,7 +49,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(
         contexts=(*task.contexts, Entry(dtype)),
         optimizer=lean_update(task.optimizer, state=settings.form),
-        scaling=Scaling() if dtype == torch.float16 else WATCH,
+        scaling=Scaling() if dtype == torch.float16 else task.scaling,
         settings=task.settings | {"precision": settings.form},
     )
 

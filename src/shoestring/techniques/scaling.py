@@ -1,8 +1,8 @@
 """Dynamic loss scaling: the loss is multiplied so that small gradients survive in FP16, and divided out again.
 
 A step whose gradients overflow is skipped and the scale halved; after enough good steps it doubles. At its floor,
-where a smaller scale can no longer be the cure, the run stops and names the layer. (Micikevicius et al. 2018.)
-Where no scale is needed, `WATCH` keeps the same watch: nothing that is not finite reaches a weight or a momentum.
+where a smaller scale can no longer be the cure, the run stops and names the layer. (Micikevicius et al. 2018.) The
+step looks at the gradients, here as without a scale: nothing that is not finite reaches a weight or a momentum.
 
     task = task.with_(scaling=Scaling())
 """
@@ -11,10 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
 from ..errors import Diverged, ShoestringError
-from ..kernels.gradients import all_finite
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,6 @@ class Scaling:
     def __call__(self) -> "LossScale":
         return LossScale(self)
 
-    @property
-    def is_fixed(self) -> bool:
-        return self.floor == self.ceiling
-
-
-WATCH = Scaling(initial=1.0, floor=1.0, ceiling=1.0)
-
 
 class LossScale:
     """The loss scale of a run, `value`, as its steps went so far."""
@@ -54,51 +44,28 @@ class LossScale:
         self.good_steps = 0  # in a row, since the scale last changed
         self.skipped = 0  # steps in a row
 
-    def check(self, loss: Tensor) -> None:
-        """Refuses a loss that is not finite: no scale would cure it."""
-        if not all_finite(loss.detach()):
-            raise Diverged(self._words_for(float(loss.detach())))
-
-    def accepts(self, model: nn.Module) -> bool:
-        """Looks at all gradients of a step -> whether it may be done; the scale follows."""
-        layer = first_overflow(model)
-        if layer is None:
+    def accepts(self, overflow: str | None) -> bool:
+        """What the step found that is not finite, if anything -> whether it may be done; the scale follows."""
+        if overflow is None:
             self._grow()
         else:
-            self._shrink(layer)
-        return layer is None
+            self._shrink(overflow)
+        return overflow is None
 
     def _grow(self) -> None:
         self.updates, self.good_steps, self.skipped = self.updates + 1, self.good_steps + 1, 0
         if self.good_steps == self.settings.growth_steps:
             self.value, self.good_steps = min(2 * self.value, self.settings.ceiling), 0
 
-    def _shrink(self, layer: str) -> None:
+    def _shrink(self, overflow: str) -> None:
         self.good_steps, self.skipped = 0, self.skipped + 1
-        if self.settings.is_fixed:
-            raise Diverged(
-                f"the gradient of {layer} is not finite (the weights are as before): look at the batch, lower the "
-                "learning rate, or clip the gradients"
-            )
         if self.value / 2 < self.settings.floor:
             raise Diverged(
-                f"the gradient of {layer} is not finite even at a loss scale of {self.value:g}, the floor, after "
+                f"{overflow} is not finite even at a loss scale of {self.value:g}, the floor, after "
                 f"{self.skipped} skipped updates in a row (the weights are as before them): lower the learning "
                 "rate, clip the gradients, or use bf16"
             )
         self.value /= 2
-
-    def _words_for(self, loss: float) -> str:
-        narrow = not self.settings.is_fixed
-        if not self.updates:
-            return (
-                f"the loss is {loss} before the first update: look for values in the batch or the weights that "
-                f"are not finite{', or too large for FP16 (65,504), or use bf16' if narrow else ''}"
-            )
-        return (
-            f"the loss is {loss} after {self.updates:,} updates (the weights are as the last one left them): lower "
-            f"the learning rate, {'clip the gradients, or use bf16' if narrow else 'or clip the gradients'}"
-        )
 
     def state(self) -> dict[str, Any]:
         names = ("value", "updates", "good_steps", "skipped")
@@ -107,15 +74,3 @@ class LossScale:
     def restore(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
 
-
-def first_overflow(model: nn.Module) -> str | None:
-    """The first parameter, in the order of the backward pass, whose gradient is not finite; None if all are."""
-    for name, parameter in reversed(list(model.named_parameters())):
-        if parameter.grad is not None and not all_finite(_values(parameter.grad)):
-            return name
-    return None
-
-
-def _values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; an embedding's may be a sparse one."""
-    return gradient._values() if gradient.is_sparse else gradient

@@ -38,7 +38,7 @@ from .state import (
     Stateful,
     find_stateful,
     fingerprint,
-    is_finite,
+    first_poisoned,
     model_tensors,
     seeded,
 )
@@ -202,7 +202,7 @@ class Training:
 
     def _advance(self) -> None:
         """One update, unless the budget forbids it: then the run stops, or tries again as replanned."""
-        self.lean.stepper.length = self.length
+        self.lean.stepper.length, self.lean.stepper.updates = self.length, self.update
         epoch, number = divmod(self.update, len(self.data))
         batch = self.data.read(epoch, number)
         lr = self._set_lr(self.recipe.schedule(self.update + 1))
@@ -210,11 +210,12 @@ class Training:
             loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self.lean.held))
         except OverBudget as error:
             return self._replan(error, batch)
-        if not math.isfinite(loss):
-            raise self._diverged(f"the loss is {loss}", self.update + 1)
+        except Diverged as error:
+            raise Diverged(f"{error}; update {self.update + 1:,}, learning rate {lr:g}; {self._safe()}") from error
         self.update += 1
         event = Updated(self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes)
-        self._log({"update": self.update, "epoch": epoch + 1, "loss": loss, "lr": lr})
+        told = {"loss": loss} if math.isfinite(loss) else {"skipped": self.lean.stepper.skipped}
+        self._log({"update": self.update, "epoch": epoch + 1, **told, "lr": lr})
         self._tell(event)
         try:
             self.budget.check()
@@ -289,8 +290,12 @@ class Training:
 
     def _save(self) -> None:
         assert self.folder is not None
-        if not is_finite(self.lean.model):
-            raise self._diverged("the weights are no longer finite", self.update)
+        if bad := first_poisoned(self.lean.model, self.lean.stepper.optimizer):
+            lr = self.lean.stepper.optimizer.param_groups[0]["lr"]
+            raise Diverged(
+                f"{bad} no longer finite at update {self.update:,}, at a learning rate of {lr:g}; {self._safe()}: "
+                "lower the learning rate, or clip the gradients"
+            )
         self.log_bytes = self.folder.log.sync()
         saves = self.folder.saves
         path = saves.write(self.update, self.fingerprint, self.groups())
@@ -354,11 +359,6 @@ class Training:
         words = f"stopped after update {self.update:,} of {self.length:,}: {saved}"
         return Interrupted(words, self.interrupts.received)
 
-    def _diverged(self, what: str, update: int) -> Diverged:
-        lr = self.lean.stepper.optimizer.param_groups[0]["lr"]
+    def _safe(self) -> str:
         last = max(self.folder.saves.updates(), default=0) if self.folder else 0
-        safe = f"the save of update {last:,} is good" if last else "there is no save before it"
-        return Diverged(
-            f"{what} at update {update:,}, at a learning rate of {lr:g}; {safe}: lower the learning rate, or "
-            "clip the gradients"
-        )
+        return f"the save of update {last:,} is good" if last else "there is no save before it"

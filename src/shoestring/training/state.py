@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..task import Task
+from .finite import statistics_of
 from .tensorfile import TensorFile, pieces
 
 
@@ -163,9 +164,20 @@ class ExtraState:
         self.module.set_extra_state(state)
 
 
-def is_finite(model: nn.Module) -> bool:
-    """Whether all weights are numbers; looked at piece by piece."""
-    return all(bool(torch.isfinite(piece).all()) for p in model.parameters() for piece in pieces(p.detach()))
+def first_poisoned(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """What of a run is no longer finite and must not be saved, in words; looked at piece by piece. Buffers may hold
+    infinities of their own, as masks do, but no batch-norm statistics."""
+    states = (value for state in optimizer.state.values() for value in state.values())
+    kinds = {
+        "the weights are": model.parameters(),
+        "the optimizer's state is": (value for value in states if isinstance(value, Tensor)),
+        "the statistics of batch norm are": statistics_of(model),
+    }
+    return next((words for words, tensors in kinds.items() if not all(map(_is_finite, tensors))), None)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(torch.isfinite(piece).all()) for piece in pieces(tensor.detach()))
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShoestringError
+from ..errors import Diverged, ShoestringError
 from ..kernels.gradients import squared_norm
 from ..ledger import Phase
 from ..phases import phase
 from ..task import Task
+from .finite import Buffers, Skipping, check_finite, first_not_finite
 
 
 class Stepper:
     """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss.
 
-    `length` is the number of updates of the whole run, where somebody knows it.
+    `length` is the number of updates of the whole run, where somebody knows it, and `updates` those that are done. A
+    step that breaks off, or meets what is not finite, leaves weights, optimizer state and buffers as they were;
+    `skipped` says why the last step was skipped, if it was.
     """
 
     def __init__(self, task: Task, length: int | None = None) -> None:
@@ -30,6 +33,10 @@ class Stepper:
             )
         self.optimizer = task.optimizer(parameters)
         self.scale = task.scaling() if task.scaling else None
+        self.updates, self.skipped = 0, ""
+        self._skipping = Skipping() if task.on_nonfinite == "skip" else None
+        self._changing: set = set()
+        self._before: Buffers | None = None
 
     def step(self, batch: Any) -> Tensor:
         pieces = list(self.task.split(batch))
@@ -41,25 +48,48 @@ class Stepper:
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
         self.begin(len(pieces))
+        self.skipped = "it broke off"
         try:
             losses = [self.one_pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
             with phase(Phase.UPDATE):
-                updated = self.update()
-        finally:  # what is left of a step that broke off must not join the next
-            self.optimizer.zero_grad(set_to_none=True)
-        for hook in self.task.after_update if updated else ():
-            hook(self)
+                self.skipped = self.update()
+        except Diverged as error:
+            losses = [self._skip(error)]
+        finally:
+            self._end()
+        if not self.skipped:
+            self.updates += 1
+            for hook in self.task.after_update:
+                hook(self)
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def begin(self, pieces: int) -> None:
-        """Tells the optimizer how many microbatches will come: lean ones refuse what they could not do exactly."""
+        """Tells the optimizer how many microbatches will come: lean ones refuse what they could not do exactly.
+        Buffers are copied, for the case that the step is not done."""
         begin = getattr(self.optimizer, "begin", None)
         if begin is not None:
             begin(self.task, pieces)
+        self._before = Buffers(self.task.model, self._changing)
+
+    def _end(self) -> None:
+        """What is left of a step that broke off must not join the next: gradients go, buffers are as before."""
+        self.task.model.zero_grad(set_to_none=True)
+        before, self._before = self._before, None
+        assert before is not None, "a step that ends has begun"
+        before.restore() if self.skipped else before.learn()
+
+    def _skip(self, error: Diverged) -> Tensor:
+        """The loss of a step that is skipped, for what is not finite; raises where the task does not skip."""
+        if self._skipping is None:
+            raise error
+        self._skipping.skip(error)
+        self.skipped = str(error)
+        return torch.full((), torch.nan)
 
     def stateful(self) -> dict[str, Any]:
         """What the step itself remembers from one update to the next, besides the optimizer."""
-        return {"scale": self.scale} if self.scale else {}
+        parts = {"scale": self.scale, "skipping": self._skipping}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def one_pass(self, piece: Any, weight: float) -> Tensor:
         """A microbatch and its share of the items -> its part of the loss; gradients are added to those there."""
@@ -69,6 +99,7 @@ class Stepper:
             with phase(Phase.FORWARD):
                 loss = self.task.loss(self.task.model, piece)
                 check_loss(loss)
+                check_finite(loss, self.updates, narrow=self.scale is not None)
                 if weight != 1:
                     loss = loss * weight
                 scaled = self._scaled(loss)
@@ -80,20 +111,26 @@ class Stepper:
         """The loss as the backward pass starts from it; in FP32, for the scale alone may be beyond FP16."""
         if self.scale is None:
             return loss
-        self.scale.check(loss)
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale.value
 
-    def update(self) -> bool:
-        """Updates the weights -> True; False if the gradients overflowed and the step was skipped."""
-        unscale = 1.0
+    def update(self) -> str:
+        """Updates the weights -> ""; or why the step is skipped, if the gradients overflowed at this loss scale."""
+        bad, unscale = first_not_finite(self.task.model), 1.0
         if self.scale is not None:
             unscale = 1 / self.scale.value
-            if not self.scale.accepts(self.task.model):
-                return False
+            if not self.scale.accepts(bad):
+                return f"{bad} overflowed at a loss scale of {1 / unscale:g}"
+        elif bad is not None:
+            raise Diverged(
+                f"{bad} is not finite (the weights are as before): look at the batch, lower the learning rate, or clip "
+                "the gradients"
+            )
+        if self._skipping is not None:
+            self._skipping.in_a_row = 0
         step_by = getattr(self.optimizer, "step_by", None)  # lean optimizers take a factor of the gradients
         if step_by is not None:
             step_by(self._factor(unscale))
-            return True
+            return ""
         if self.scale is not None:
             factor = self._factor(unscale)
             for parameter in self._with_gradient():
@@ -101,7 +138,7 @@ class Stepper:
         elif self.task.clip is not None:
             torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
         self.optimizer.step()
-        return True
+        return ""
 
     def _factor(self, unscale: float) -> float:
         """What the gradients must be multiplied with: the loss scale taken out, their whole norm clipped."""
