@@ -179,6 +179,7 @@ class _Region:
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        args, kwargs = self.run.real((args, kwargs))
         if self.frame is None or index == 0:
             self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input)
         elif not any(map(self.frame.place, pytree.tree_leaves((args, kwargs)))):

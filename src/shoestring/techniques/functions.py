@@ -82,7 +82,7 @@ class NormReluProduct(torch.autograd.Function):
         bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
         between = product.input_gradient(grad, x.shape)
         gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=True, out=between)
-        return *gradients, weight, bias, None, None, None
+        return *_wanted(ctx, gradients), weight, bias, None, None, None
 
 
 class LeanNorm(torch.autograd.Function):
@@ -98,7 +98,13 @@ class LeanNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
         gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=ctx.relu)
-        return *gradients, None, None, None
+        return *_wanted(ctx, gradients), None, None, None
+
+
+def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, gamma and beta that somebody needs: a norm may have no parameters."""
+    needs = ctx.needs_input_grad[:3]
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
 class LeanRelu(torch.autograd.Function):
@@ -113,7 +119,7 @@ class LeanRelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         mask = unpack_bits(_take(ctx), grad.numel())
-        return grad * mask.view(grad.shape), None
+        return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 were NaN
 
 
 class LeanDropout(torch.autograd.Function):
@@ -149,8 +155,8 @@ def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bo
 
 
 def lean_relu(x: Tensor) -> Tensor:
-    """ReLU with a 1-bit mask."""
-    return LeanRelu.apply(x, keep(pack_bits(x > 0)))
+    """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
+    return LeanRelu.apply(x, keep(pack_bits((x <= 0).logical_not_())))
 
 
 def lean_dropout(x: Tensor, probability: float) -> Tensor:

@@ -5,54 +5,99 @@ looks at what is in between. That is a fact about the model's code, so it is rea
 """
 
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..profiling.fakes import Faker, faked
 from ..task import Task
+from .placeholders import METADATA
 from .sparse_products import sparse_convolution
 
 RELU = {F.relu, torch.relu, torch.relu_, F.relu_, Tensor.relu, Tensor.relu_}
-NORM = {F.batch_norm}
+NORM = {F.batch_norm, torch.batch_norm}
 CONVOLUTION = {torch.conv2d, F.conv2d, sparse_convolution}
 
 
 @dataclass(frozen=True)
 class Patterns:
-    """Names of batch-norm weights by what their output goes to, and how many of each operation there are."""
+    """Names of batch-norm weights by what their output goes to, and how many of each operation there are.
+
+    `seen_by` names the modules that take or return a norm's output or its ReLU: a hook on one of them would see it.
+    """
 
     norm_relu_conv: frozenset[str]  # relu, and its result only to one convolution
     norm_relu: frozenset[str]  # relu only
     norms: int
     relus: int
+    seen_by: Mapping[str, frozenset[str]]
+
+
+class Call(NamedTuple):
+    """A call of the model; `fusible`: autograd records it, and nothing but autograd will run it again."""
+
+    func: Any
+    args: tuple
+    kwargs: dict
+    out: Any
+    fusible: bool
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down which call made a tensor and which calls took it."""
+    """Writes down which call made a tensor, which calls took it, and which modules took or returned it."""
 
-    def __init__(self) -> None:
+    def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.calls: list[Call] = []
         self.users: dict[int, list[int]] = defaultdict(list)  # tensor -> numbers of the calls that took it
+        self.seen_by: dict[int, set[str]] = defaultdict(set)  # tensor -> modules
+        self.paths = paths
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if getattr(func, "__name__", "") == "__get__":  # .shape and the like look at no value
+        if func in METADATA:  # .shape and the like look at no value
             return out
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.users[id(leaf)].append(len(self.calls))
-        self.calls.append((func, args, kwargs, out))  # holds the tensors, so that no id is used twice
+        # Holds the tensors, so that no id is used twice.
+        self.calls.append(Call(func, args, kwargs, out, _recorded_once()))
         return out
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Follows the calls of modules as well."""
+        hooks = (
+            module_hooks.register_module_forward_pre_hook(lambda module, args: self._see(module, args)),
+            module_hooks.register_module_forward_hook(lambda module, args, output: self._see(module, output)),
+        )
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _see(self, module: nn.Module, tree: Any) -> None:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Tensor) and id(module) in self.paths:
+                self.seen_by[id(leaf)].add(self.paths[id(module)])
+
+
+def _recorded_once() -> bool:
+    """Whether autograd records what runs now, and no checkpoint of the model's own will run it again in backward."""
+    return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 _learned: weakref.WeakKeyDictionary[nn.Module, Patterns] = weakref.WeakKeyDictionary()
@@ -74,48 +119,78 @@ def learn(task: Task, piece: Any) -> Patterns:
 def _learn(task: Task, piece: Any) -> Patterns:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, torch.device("cpu"))
-    recorder = _Recorder()
+    recorder = _Recorder({id(module): path for path, module in task.model.named_modules()})
     batch = faker.tree(piece)
     with faked(task.model, faker), mode:
         names = {id(p): name for name, p in task.model.named_parameters()}
-        with recorder:
+        with recorder.following():
             task.loss(task.model, batch)
         return _patterns(recorder, names)
 
 
+class _Found(NamedTuple):
+    """A norm whose output goes to a ReLU, the tensors in between, and what takes the last of them."""
+
+    name: str
+    tensors: tuple[weakref.ref, ...]
+    seen_by: frozenset[str]
+    conv: bool
+
+
 def _patterns(recorder: _Recorder, names: dict[int, str]) -> Patterns:
-    relu_conv, relu = set(), set()
-    calls_of: dict[str, int] = defaultdict(int)
-    for func, args, kwargs, out in recorder.calls:
-        if func in NORM and (name := names.get(id(norm_arguments(*args, **kwargs)["weight"]))):
-            calls_of[name] += 1
-            takers = _takers_of_relu(recorder, out)
-            if takers is not None:
-                relu.add(name)
-                if len(takers) == 1 and recorder.calls[takers[0]][0] in CONVOLUTION:
-                    relu_conv.add(name)
-    once = {name for name, count in calls_of.items() if count == 1}
+    calls = [(names.get(id(norm_arguments(call)["weight"])), call) for call in recorder.calls if call.func in NORM]
+    counts = Counter(name for name, _ in calls)
+    found = [found for name, call in calls if name and counts[name] == 1 and (found := _followed(recorder, name, call))]
+    relus = sum(call.func in RELU for call in recorder.calls)
+    # What is alive without the recorder is held by somebody, as an attribute or by a hook, who may look at it later.
+    recorder.calls.clear()
+    calls.clear()
+    free = [norm for norm in found if not any(reference() is not None for reference in norm.tensors)]
     return Patterns(
-        norm_relu_conv=frozenset(relu_conv & once),
-        norm_relu=frozenset((relu - relu_conv) & once),
-        norms=sum(calls_of.values()),
-        relus=sum(func in RELU for func, *_ in recorder.calls),
+        norm_relu_conv=frozenset(norm.name for norm in free if norm.conv),
+        norm_relu=frozenset(norm.name for norm in free if not norm.conv),
+        norms=counts.total(),
+        relus=relus,
+        seen_by={norm.name: norm.seen_by for norm in free},
     )
 
 
-def _takers_of_relu(recorder: _Recorder, out: Tensor) -> list[int] | None:
-    """A norm's output -> the calls that take its ReLU, or None where anything but a ReLU looks at the output."""
-    users = recorder.users[id(out)]
-    if not users or recorder.calls[users[0]][0] not in RELU:
+def _followed(recorder: _Recorder, name: str, norm: Call) -> _Found | None:
+    """A norm -> what its output goes to, or None if that is anything but one ReLU."""
+    users = recorder.users[id(norm.out)]
+    if not users or (relu := recorder.calls[users[0]]).func not in RELU or not (norm.fusible and relu.fusible):
         return None
-    activated = recorder.calls[users[0]][3]
-    if activated is out:  # in place: who comes later looks at the ReLU
-        return users[1:]
-    return recorder.users[id(activated)] if len(users) == 1 else None
+    if relu.out is norm.out:  # in place: who comes later looks at the ReLU
+        takers = users[1:]
+    elif len(users) == 1:
+        takers = recorder.users[id(relu.out)]
+    else:
+        return None
+    conv = len(takers) == 1 and _takes_as_input(recorder.calls[takers[0]], relu.out)
+    seen_by = recorder.seen_by[id(norm.out)] | recorder.seen_by[id(relu.out)]
+    return _Found(name, (weakref.ref(norm.out), weakref.ref(relu.out)), frozenset(seen_by), conv)
 
 
-def norm_arguments(
+def _takes_as_input(call: Call, tensor: Tensor) -> bool:
+    """Whether a call is a convolution of this tensor (which might as well be its weight)."""
+    return call.func in CONVOLUTION and call.fusible and (call.args or (call.kwargs.get("input"),))[0] is tensor
+
+
+def norm_arguments(call: Any) -> dict[str, Any]:
+    """A call of batch norm, however its arguments were passed -> the arguments by name."""
+    return _ARGUMENTS[call.func](*call.args, **call.kwargs)
+
+
+def _functional(
     input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
 ) -> dict[str, Any]:
-    """The arguments of `F.batch_norm`, however they were passed -> by name."""
     return locals()
+
+
+def _native(
+    input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True
+) -> dict[str, Any]:
+    return locals()
+
+
+_ARGUMENTS: dict[Any, Callable[..., dict[str, Any]]] = {F.batch_norm: _functional, torch.batch_norm: _native}

@@ -29,7 +29,7 @@ class Tape:
         if self.frame is None or self.counted >= self.every:
             self._next_region()
         assert self.frame is not None
-        if changes_its_input(func, args, kwargs) and not self.frame.place(args[0]):
+        if changes_its_input(func, args, kwargs) and not self.frame.place(leaves[0]):
             return self.run.answer(func, args, kwargs)  # run again, it would change the tensor a second time
         before = len(self.frame.saved)
         output = self.frame.call(lambda *a, **k: self.run.answer(func, a, k), args, kwargs)
