@@ -1,4 +1,4 @@
-"""The README's picture: a step of WRN-28-2, plain and in the paper's leanest neutral setting -> docs/timelines.svg.
+"""The README's picture: a step of WRN-28-2, plain and in the paper's mildest sparse setting -> docs/timelines.svg.
 
 Both are predicted; docs/predicted_against_measured.md says how far that is from what a meter reads.
 """

@@ -49,8 +49,9 @@ class Adam:
 Loss = Callable[[nn.Module, Any], Tensor]
 # A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
 Context = Callable[[nn.Module], AbstractContextManager]
-# Called with the stepper (training/step.py) after each update of a run, never in a trace.
-Hook = Callable[[Any], None]
+# Called with the stepper (training/step.py) after each update of a run, never in a trace; may return what is to be
+# written into the update's line of the run's log.
+Hook = Callable[[Any], dict[str, Any] | None]
 
 
 def whole(batch: Any) -> Iterator[Any]:

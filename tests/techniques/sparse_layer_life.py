@@ -12,5 +12,5 @@ def life(features, nonzeros):
     layer = SparseLinear(nn.Linear(features, features, bias=False, device="meta"), nonzeros)
     materialise(layer)
     for seed in range(2):
-        layer.rewire(1e-4, nonzeros // 50, np.random.default_rng(seed))
+        layer.rewire(nonzeros // 50, nonzeros // 50, np.random.default_rng(seed))
     return layer

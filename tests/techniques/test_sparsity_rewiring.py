@@ -1,6 +1,8 @@
 """Rewiring keeps the total of nonzeros, prunes the weak, grows zeros elsewhere, and follows from a saved state."""
 
 import copy
+import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,7 +82,7 @@ def test_weights_below_the_threshold_go_and_zeros_come_at_free_positions():
 def test_layers_grow_in_proportion_to_what_survives():
     model = three_layers()
     with torch.no_grad():
-        for layer, share in zip(sparse_layers(model), (0.0, 0.5, 0.9), strict=True):
+        for layer, share in zip(sparse_layers(model), (0.0, 0.2, 0.5), strict=True):
             layer.values.fill_(1)[: int(share * layer.values.numel())] = 0
     survivors = [count_from(layer.values.detach(), 0.5) for layer in sparse_layers(model)]
     pruned = rewire(model, Rewiring(threshold=0.5))
@@ -90,13 +92,59 @@ def test_layers_grow_in_proportion_to_what_survives():
         assert got == pytest.approx(pruned * left / sum(survivors), abs=1)
 
 
-def test_a_layer_that_loses_everything_may_grow_again():
+@pytest.mark.parametrize("threshold", [1e-6, 0.001, 1e9])
+def test_no_layer_loses_more_than_half_of_its_weights_at_once_however_far_off_the_threshold_is(threshold):
     model = three_layers()
+    layers = sparse_layers(model)
     with torch.no_grad():
-        sparse_layers(model)[1].values.zero_()
-    for _ in range(3):
-        rewire(model, Rewiring(threshold=1e-6))
-    assert all(counts(model))
+        layers[1].values.mul_(1e-9)  # all of it below any of the thresholds
+    before = [entries(layer) for layer in layers]
+    rewire(model, Rewiring(threshold=threshold))
+    for old, layer in zip(before, layers, strict=True):
+        kept = sorted(old.values(), key=abs)[len(old) // 2 :]
+        assert set(kept) <= set(entries(layer).values())
+
+
+@pytest.mark.parametrize("method", ["dsr", "set"])
+@pytest.mark.parametrize("nonzero", [0.5, 1, 2, 5])
+def test_most_weights_stay_at_each_rewiring_where_few_are_left(method, nonzero):
+    """By the paper's share of all positions, 1% of nonzeros would all go at once."""
+    torch.manual_seed(0)
+    task = builtin("wrn-10-1", batch=2)
+    task = sparsity.apply(task, sparsity.Settings(nonzero, method))
+    (hook,), model = task.after_update, task.model
+    held = sum(counts(model))
+    for _ in range(12):
+        for layer in sparse_layers(model):  # as if trained: what was grown is no longer zero
+            nn.init.normal_(layer.values, std=0.05)
+        pruned = rewire(model, hook)
+        assert sum(counts(model)) == held
+        assert pruned <= (0.3 if method == "set" else 0.5) * held + len(counts(model))
+        assert sum(int(layer.values.count_nonzero()) for layer in sparse_layers(model)) == held - pruned
+    assert 0.1 * held < pruned < 0.5 * held  # it goes on, and the threshold has settled
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_of_equal_weights_only_the_wanted_number_goes(value):
+    model = three_layers()
+    for layer in sparse_layers(model):
+        nn.init.constant_(layer.values, value)
+    assert rewire(model, Rewiring("set", fraction=0.02)) == sum(round(0.02 * x.numel) for x in sparse_layers(model))
+
+
+@pytest.mark.parametrize("method", ["dsr", "set"])
+@pytest.mark.parametrize("chosen", [{"fraction": 0.2}, {"fraction_multiplier": 30}])
+def test_to_rewire_more_than_a_third_of_the_nonzeros_is_refused_where_it_was_asked_for(method, chosen):
+    task = builtin("wrn-10-1", device="meta")
+    with pytest.raises(ShoestringError, match=r"nonzeros, which are 0\.05 of them: rewire at most 0\.015 at a time"):
+        sparsity.apply(task, sparsity.Settings(5, method, **chosen))
+
+
+@pytest.mark.parametrize("name", ["fraction", "fraction_multiplier", "frequency_multiplier", "updates"])
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf")])
+def test_settings_by_which_nothing_can_be_rewired_are_refused(name, value):
+    with pytest.raises(ShoestringError, match=f"{name}=.* use a number above 0"):
+        sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(30, **{name: value}))
 
 
 def test_set_prunes_the_smallest_of_each_layer():
@@ -113,7 +161,7 @@ def test_every_free_position_is_as_likely():
     for seed in range(600):
         layer = SparseLinear(nn.Linear(20, 20), 100)
         first = set(entries(layer))
-        layer.rewire(0.0, 30, np.random.default_rng(seed))
+        layer.rewire(0, 30, np.random.default_rng(seed))
         times[list(set(entries(layer)) - first)] += 1
     expected = 600 * 0.75 * 30 / 300
     assert abs(times - expected).max() < 5 * expected**0.5
@@ -198,7 +246,7 @@ def test_rewiring_follows_from_its_saved_state():
     twin, second = copy.deepcopy(model), Rewiring(seed=99)
     second.fraction, state = first.fraction, copy.deepcopy(first.state())
     second.restore(state)
-    assert second.update == 7 and second.threshold == first.threshold
+    assert (second.update, second.times, second.threshold) == (7, 1, first.threshold)
     rewire(model, first)
     rewire(twin, second)
     for a, b in zip(sparse_layers(model), sparse_layers(twin), strict=True):
@@ -214,18 +262,41 @@ def test_static_sparsity_has_no_hook_and_frozen_layers_are_not_rewired():
 
 
 # -- when ------------------------------------------------------------------------------------------------------
+def due(schedule, length):
+    return [update for update in range(1, length + 1) if schedule.is_due(update, length)]
+
+
 def test_the_schedule_is_the_papers():
-    due = [update for update in range(1, 100_001) if Schedule().is_due(update, 100_000)]
     expected = [*range(100, 12_501, 100), *range(12_600, 40_001, 200), *range(40_400, 70_001, 400),
                 *range(70_400, 95_001, 800)]  # fmt: skip
-    assert due == expected
+    assert due(Schedule(), 100_000) == expected and Schedule().times(100_000) == len(expected)
 
 
 def test_periods_stretch_with_the_run_and_a_frequency_rewires_more_often():
-    half = [update for update in range(1, 50_001) if Schedule().is_due(update, 50_000)]
+    half = due(Schedule(), 50_000)
     assert [*range(100, 6_251, 100)] == [update for update in half if update <= 6_250] and half[-1] <= 47_500
-    twice = [update for update in range(1, 1_001) if Schedule(frequency=2).is_due(update, 100_000)]
-    assert twice == [*range(50, 1_001, 50)]
+    assert due(Schedule(frequency=2), 100_000)[:20] == [*range(50, 1_001, 50)]
+
+
+@pytest.mark.parametrize("frequency", [0.125, 0.5, 1, 2])
+@pytest.mark.parametrize("length", [30, 100, 250, 500, 1_000, 4_000, 20_000])
+def test_a_short_run_is_rewired_some_dozens_of_times_and_the_momentum_has_time_to_build_up(frequency, length):
+    found = due(Schedule(frequency=frequency), length)
+    gaps = np.diff([0, *found])
+    assert len(found) >= min(30, 0.08 * length - 1) and found[-1] <= 0.95 * length
+    assert min(gaps) >= 10 and (length < 500 or gaps[-1] > 2 * gaps[0])  # more seldom towards the end
+
+
+def test_no_run_is_rewired_less_often_than_a_shorter_one():
+    times = [Schedule(frequency=0.5).times(length) for length in range(50, 40_001, 50)]
+    assert all(later >= earlier - 2 for earlier, later in pairwise(times))  # but for rounding
+
+
+def test_a_frequency_that_was_asked_for_is_not_changed_for_a_short_run():
+    hook = sparsity.apply(
+        builtin("wrn-10-1", device="meta"), sparsity.Settings(30, frequency_multiplier=50)
+    ).after_update[0]
+    assert due(hook.schedule, 40) == [2, 4, *range(8, 17, 4), 24, 32]
 
 
 def test_a_run_that_knows_its_length_goes_by_it():
@@ -235,7 +306,7 @@ def test_a_run_that_knows_its_length_goes_by_it():
         def rewire(self, model, optimizer):
             rewired.append(self.update)
 
-    task = builtin("wrn-10-1", batch=2).with_(after_update=(Counting(schedule=Schedule(frequency=100)),))
+    task = builtin("wrn-10-1", batch=2).with_(after_update=(Counting(schedule=Schedule(frequency=100, least=0)),))
     stepper = Stepper(task, length=20)
     for _ in range(20):
         stepper.task.after_update[0](stepper)
@@ -280,6 +351,18 @@ def test_a_run_that_crashed_between_rewirings_is_resumed_to_the_bit(tmp_path):
     assert [b.shape for b in resumed.buffers()] == [b.shape for b in whole.buffers()]
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
+
+
+def test_a_short_run_of_a_plan_rewires_and_its_log_says_when(tmp_path):
+    task = builtin("wrn-10-1", batch=2, image=8)
+    lean = apply(task, Plan(nonzero=30))
+    before = [layer.index.clone() for layer in sparse_layers(lean.model)]
+    train(lean, [task.batch] * 20, epochs=2, run=tmp_path / "run")
+    assert not any(torch.equal(b, layer.index) for b, layer in zip(before, sparse_layers(lean.model), strict=True))
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    rewired = {line["update"]: line["rewired"] for line in lines if "rewired" in line}
+    assert list(rewired) == [10, 20, 30] and lean.task.after_update[0].times == 3
+    assert all(0 < number < sum(counts(lean.model)) for number in rewired.values())
 
 
 def test_a_run_of_another_density_is_not_resumed(tmp_path):

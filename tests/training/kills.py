@@ -31,6 +31,7 @@ def run(setting: str, folder: str, resume: bool) -> None:
     from small import Noise, right_answers, task
 
     from shoestring import Adam, Plan, apply
+    from shoestring.techniques import sparsity
     from shoestring.training.loop import train
     from shoestring.training.schedules import schedule
 
@@ -42,8 +43,13 @@ def run(setting: str, folder: str, resume: bool) -> None:
         loader = torch.utils.data.DataLoader(pictures(), batch_size=6, shuffle=True)
         train(lean, loader, schedule=schedule("inverse-sqrt", 30), average=3, **how)
     elif setting == "sparse in FP16":
-        lean = apply(task(), Plan(nonzero=50, precision="fp16", microbatch=3))
-        train(lean, Noise(), **(how | {"evaluation": None}))  # which would feed FP32 to the model itself
+        sparse = sparsity.apply(task(), sparsity.Settings(50, frequency_multiplier=100))
+        train(
+            apply(sparse, Plan(precision="fp16", microbatch=3)),
+            Noise(),
+            **(how | {"evaluation": None}),  # which would feed FP32 to the model itself
+        )
+        assert sparse.after_update[0].times == 11, "every 1, 2, 4 and 8 updates of 30"
     elif setting == "8-bit state":
         train(apply(task(Adam()), Plan(optimizer="8bit", checkpoint="residual-1")), Noise(), **how)
     else:

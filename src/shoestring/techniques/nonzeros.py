@@ -56,30 +56,35 @@ def grow(bits: Bits, numel: int, count: int, random: np.random.Generator, never:
             _write(bits, start, stop, mask)
 
 
-def prune(bits: Bits, numel: int, values: Tensor, threshold: float) -> None:
-    """Clears the bits of the values below the threshold, and makes those values zero; in place."""
+def prune(bits: Bits, numel: int, values: Tensor, count: int) -> None:
+    """Clears the bits of the `count` smallest magnitudes, of equal ones the first, and makes those zero; in place."""
+    threshold = threshold_of(values, count)
+    tied = _next_lower(threshold)
+    ties = count - (values.numel() - count_from(values, tied))
     read = 0
     for start, stop in _tiles(numel):
         mask = _mask(bits, start, stop)
         places = np.flatnonzero(mask)
         piece = values[read : read + len(places)]
-        small = _below(piece, threshold)
-        piece.masked_fill_(small, 0)
-        mask[places[small.numpy()]] = False
+        small = _below(piece, tied)
+        equal = np.flatnonzero(_below(piece, threshold) & ~small)[:ties]
+        small[equal] = True
+        piece.masked_fill_(torch.from_numpy(small).to(piece.device), 0)
+        mask[places[small]] = False
         _write(bits, start, stop, mask)
-        read += len(places)
+        read, ties = read + len(places), ties - len(equal)
 
 
 def largest(dense: Tensor, count: int, never: range = NOWHERE) -> Bits:
     """A flat dense weight -> the bitmap of its `count` largest magnitudes; of equal ones, the first."""
     bits = empty_bitmap(dense.numel())
     threshold = threshold_of(dense, dense.numel() - count)
-    tied = np.nextafter(np.float32(threshold), np.float32(0)).item()
+    tied = _next_lower(threshold)
     ties = count - count_from(dense, threshold)
     for start, stop in _tiles(dense.numel()):
         piece = dense[start:stop]
-        mask = ~_below(piece, threshold).numpy()
-        equal = _free(bits, start, stop, never) & ~mask & ~_below(piece, tied).numpy()
+        mask = ~_below(piece, threshold)
+        equal = _free(bits, start, stop, never) & ~mask & ~_below(piece, tied)
         mask[np.flatnonzero(equal)[:ties]] = True
         ties -= min(ties, _count(equal))
         _write(bits, start, stop, mask)
@@ -117,7 +122,7 @@ def gather(dense: Tensor, bits: Bits, count: int) -> Tensor:
 
 def count_from(values: Tensor, threshold: float) -> int:
     """How many magnitudes are not below the threshold."""
-    return values.numel() - sum(_count(_below(p, threshold).numpy()) for p in values.split(TILE))
+    return values.numel() - sum(_count(_below(p, threshold)) for p in values.split(TILE))
 
 
 def threshold_of(values: Tensor, count: int) -> float:
@@ -136,8 +141,12 @@ def _float(bits: int) -> float:
     return np.int32(bits).view(np.float32).item()
 
 
-def _below(values: Tensor, threshold: float) -> Tensor:
-    return values.abs().float() < threshold
+def _next_lower(threshold: float) -> float:
+    return np.nextafter(np.float32(threshold), np.float32(0)).item()
+
+
+def _below(values: Tensor, threshold: float) -> np.ndarray:
+    return (values.abs().float() < threshold).cpu().numpy()
 
 
 def _words(tensor: Tensor) -> np.ndarray:

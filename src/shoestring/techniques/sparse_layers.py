@@ -108,12 +108,12 @@ class SparseLayer(nn.Module):
         self.bias = dense._parameters.get("bias")
 
     @torch.no_grad()
-    def rewire(self, threshold: float, grown: int, random: np.random.Generator) -> None:
-        """Prunes the values below the threshold, then grows zeros at random free positions."""
+    def rewire(self, pruned: int, grown: int, random: np.random.Generator) -> None:
+        """Prunes that many of the smallest values, then grows zeros at random free positions."""
         before = self._bitmap()
         after = before.copy()
-        count = nonzeros.count_from(self.values, threshold) + grown
-        nonzeros.prune(after, self.numel, self.values.data, threshold)
+        count = self.values.numel() - pruned + grown
+        nonzeros.prune(after, self.numel, self.values.data, pruned)
         nonzeros.grow(after, self.numel, grown, random, self.never)
         self.values.data = nonzeros.move(self.values, before, after, self.numel, count)
         self._set_index(after)

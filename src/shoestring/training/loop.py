@@ -215,7 +215,8 @@ class Training:
         self.update += 1
         event = Updated(self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes)
         told = {"loss": loss} if math.isfinite(loss) else {"skipped": self.lean.stepper.skipped}
-        self._log({"update": self.update, "epoch": epoch + 1, **told, "lr": lr})
+        line = {"update": self.update, "epoch": epoch + 1, **told, "lr": lr}
+        self._log(line | self.lean.stepper.told)
         self._tell(event)
         try:
             self.budget.check()

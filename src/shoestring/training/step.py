@@ -26,6 +26,7 @@ class Stepper:
 
     def __init__(self, task: Task, length: int | None = None) -> None:
         self.task, self.length = task, length
+        self.told: dict[str, Any] = {}  # by the hooks after the last update
         parameters = [p for p in task.model.parameters() if p.requires_grad]
         if not parameters:
             raise ShoestringError(
@@ -57,10 +58,11 @@ class Stepper:
             losses = [self._skip(error)]
         finally:
             self._end()
+        self.told = {}
         if not self.skipped:
             self.updates += 1
             for hook in self.task.after_update:
-                hook(self)
+                self.told |= hook(self) or {}
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def begin(self, pieces: int) -> None:
