@@ -288,7 +288,7 @@ def test_a_short_run_is_rewired_some_dozens_of_times_and_the_momentum_has_time_t
 
 
 def test_no_run_is_rewired_less_often_than_a_shorter_one():
-    times = [Schedule(frequency=0.5).times(length) for length in range(50, 40_001, 50)]
+    times = [Schedule(frequency=0.5).times(length) for length in (20, 50, 90, 200, 400, 700, 1_000, 3_000, 9_000)]
     assert all(later >= earlier - 2 for earlier, later in pairwise(times))  # but for rounding
 
 
