@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .errors import ShoestringError
+from .optimizers import remade
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ def whole(batch: Any) -> Iterator[Any]:
 class Task:
     """What is trained. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
     `padding` is the id that fills up sentences, where the batch holds some: its microbatches go by tokens then.
+    `optimizer` is settings such as SGD(lr=0.1); a class or function that makes a torch.optim optimizer of the trainable
+    parameters (of pairs of name and parameter, if its argument is called `named_parameters`); or an optimizer of the
+    model's, whose groups and settings are taken.
     A step whose loss or gradient is not finite changes nothing: `on_nonfinite` says whether it raises `Diverged` or is
     skipped.
 
@@ -77,7 +81,7 @@ class Task:
     model: nn.Module
     loss: Loss
     batch: Any
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: Any
     items: Callable[[Any], int] | None = None
     padding: int | None = None
     name: str = ""
@@ -98,9 +102,12 @@ class Task:
             raise ShoestringError(
                 "a Task needs a loss(model, batch) that returns the mean loss: pass a function"
             )
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            object.__setattr__(self, "optimizer", remade(self.optimizer, self.model))
         if not callable(self.optimizer):
             raise ShoestringError(
-                "a Task needs optimizer settings such as SGD(lr=0.1), or a function of parameters that makes one"
+                "a Task needs optimizer settings such as SGD(lr=0.1), an optimizer, or a function of parameters that "
+                "makes one"
             )
 
         if self.on_nonfinite not in ("raise", "skip"):

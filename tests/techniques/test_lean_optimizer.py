@@ -51,7 +51,7 @@ def weights(task: Task) -> list[torch.Tensor]:
 @pytest.mark.parametrize("clip", [None, 0.1])
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_in_fp32_a_lean_optimizer_is_torchs(rule, clip):
-    plain, lean = make(optimizer=rule, clip=clip), make(optimizer=lean_update(rule), clip=clip)
+    plain, lean = make(optimizer=rule, clip=clip), make(optimizer=lean_update(make(optimizer=rule)), clip=clip)
     torch.testing.assert_close(train(plain), train(lean), rtol=1e-5, atol=1e-7)
     for a, b in zip(weights(plain), weights(lean), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
@@ -113,7 +113,7 @@ def test_unscaled_fp16_moments_underflow_and_diverge_where_scaled_ones_do_not():
     assert trained(unscaled) > 100
     optimizer = torch.optim.Adam([parameter], lr=0.03)
     wanted = trained(optimized)
-    optimizer = lean_update(Adam(lr=0.03), "fp16")([parameter])
+    optimizer = lean_update(make(optimizer=Adam(lr=0.03)), "fp16")([parameter])
     assert trained(optimized) == pytest.approx(wanted, rel=0.05) and wanted < 0.5
     assert optimizer.state[parameter]["exp_avg_sq"].dtype == torch.float16
 
@@ -189,7 +189,7 @@ def test_a_run_that_is_saved_goes_on_to_the_bit(recipe, how):
 
 
 def test_state_of_another_form_is_refused():
-    one, other = (lean_update(ADAM, form)(make().model.parameters()) for form in ("8bit", "fp16"))
+    one, other = (lean_update(make(optimizer=ADAM), form)(make().model.parameters()) for form in ("8bit", "fp16"))
     with pytest.raises(ShoestringError, match="the saved state is 8bit and the optimizer's is fp16"):
         other.load_state_dict(one.state_dict())
 
@@ -393,7 +393,7 @@ def test_a_plan_names_the_optimizer_in_words(words, wanted):
 
 
 def test_a_form_given_before_stays_unless_another_is_asked_for():
-    narrow = make(optimizer=lean_update(ADAM, "bf16"))
+    narrow = make(optimizer=lean_update(make(optimizer=ADAM), "bf16"))
     assert apply(narrow, Settings("no-gradient")).optimizer == Lean(ADAM, "bf16", uses_up=True)
     assert apply(narrow, Settings("8bit")).optimizer == Lean(ADAM, "8bit")
 
@@ -403,7 +403,7 @@ def test_a_form_given_before_stays_unless_another_is_asked_for():
     [
         (ADAM, "4bit", "there is no lean optimizer '4bit'"),
         (ADAM, "8bit+fp16", "two forms of one thing"),
-        (lambda parameters: torch.optim.RMSprop(parameters), "8bit", "lean form of .*lambda.* is not known"),
+        (lambda parameters: torch.optim.RMSprop(parameters), "8bit", "lean form of RMSprop is not known"),
         (torch.optim.LBFGS, "no-gradient", "lean form of LBFGS is not known"),
         (HEAVY_BALL, "adafactor", "takes the place of Adam"),
     ],
@@ -417,13 +417,13 @@ def test_a_form_without_a_state_has_no_effect():
     with pytest.raises(NoEffect, match="keeps nothing"):
         apply(make(optimizer=PLAIN), Settings("8bit"))
     with pytest.raises(ShoestringError, match="no form '4bit'"):
-        lean_update(ADAM, "4bit")
+        lean_update(make(optimizer=ADAM), "4bit")
 
 
 def test_the_planner_is_offered_what_applies_with_its_risk():
     assert options(make()) == ["no-gradient", "8bit", "8bit+no-gradient"]
     assert options(make(clip=1.0)) == ["8bit"]
-    assert options(make(optimizer=lambda p: torch.optim.SGD(p, lr=0.1))) == []
+    assert options(make(optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))) == []
     risks = [risk(make(), words) for words in ("no-gradient", "8bit+no-gradient", "sm3")]
     assert risks == [Risk.EXACT, Risk.NEUTRAL, Risk.APPROXIMATE]
 

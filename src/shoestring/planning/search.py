@@ -137,8 +137,7 @@ class Search:
 
     @cached_property
     def _gathers(self) -> bool:
-        made = lean_update(self.task.optimizer)
-        return type(made)(made.rule, uses_up=True)([torch.nn.Parameter(torch.empty(1))]).gathers
+        return lean_update(self.task).gathers
 
     # -- the choice ---------------------------------------------------------------------------------------------
     def best(self, level: Risk) -> Option | None:

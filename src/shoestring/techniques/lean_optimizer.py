@@ -12,18 +12,19 @@
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
-
-from torch import nn
 
 from ..errors import NoEffect, ShoestringError
 from ..kernels.moments import FORMS
+from ..optimizers import trainable
 from ..task import SGD, Adam, Task
 from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .lean_base import LeanOptimizer, refuse_using_up, why_gradients_stay
-from .lean_rules import LeanAdam, LeanSGD
+from .lean_rules import LeanAdam, LeanSGD, is_heavy_ball
 from .risk import Risk
+from .rules import Group, Rule, groups_of
 
 NARROW = tuple(form for form in FORMS if form != "fp32")
 FACTORED = ("sm3", "adafactor")
@@ -40,16 +41,39 @@ BUILDERS: dict[type, Callable[..., LeanOptimizer]] = {
 class Lean:
     """Settings of a lean optimizer: a rule, the form of its moments, and whether gradients are used up at once.
 
-    `seed` is that of the random bits by which BF16 weights and narrow second moments are rounded.
+    `seed` is that of the random bits by which BF16 weights and narrow second moments are rounded. Where there are
+    `groups`, each follows a rule of its own, of one kind.
     """
 
-    rule: SGD | Adam | SM3 | Adafactor
+    rule: Rule
     state: str = "fp32"
     uses_up: bool = False
     seed: int = 0
+    groups: tuple[Group, ...] = field(default=(), repr=False)
 
-    def __call__(self, parameters: Iterable[nn.Parameter]) -> LeanOptimizer:
+    def __call__(self, named_parameters: Iterable[Any]) -> LeanOptimizer:
+        """Pairs of name and parameter, or parameters alone where there are no groups -> the optimizer."""
+        given = list(named_parameters)
+        parameters = [one[1] if isinstance(one, tuple) else one for one in given]
+        if self.groups:
+            found = dict(given)
+            parameters = [{"params": [found[name] for name in g.names], **vars(g.rule)} for g in self.groups]
         return BUILDERS[type(self.rule)](parameters, self.rule, self.state, self.uses_up, self.seed)
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rule of each group."""
+        return [group.rule for group in self.groups] or [self.rule]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients of several microbatches could be used up as they are made."""
+        return all(is_heavy_ball(vars(rule)) for rule in self.rules)
+
+    def with_rules(self, change: Callable[[Rule], Rule]) -> "Lean":
+        """The same with each rule changed."""
+        groups = tuple(Group(group.names, change(group.rule)) for group in self.groups)
+        return replace(self, rule=change(self.rule), groups=groups)
 
 
 @dataclass(frozen=True)
@@ -68,7 +92,11 @@ class Settings:
 
 def options(task: Task) -> list[str]:
     """What the planner tries."""
-    if type(rule_of(task.optimizer)) not in (SGD, Adam):
+    try:
+        rule = lean_update(task).rule
+    except ShoestringError:  # said to who asks for one
+        return []
+    if not isinstance(rule, SGD | Adam):
         return []
     using_up = [USING_UP] if why_gradients_stay(task) is None else []
     return [*using_up, "8bit", *(f"8bit+{word}" for word in using_up)]
@@ -87,34 +115,33 @@ def apply(task: Task, settings: Settings) -> Task:
     if unknown := set(settings.words.split("+")) - {*FORMS, *FACTORED, USING_UP}:
         known = ", ".join([*NARROW, *FACTORED, USING_UP])
         raise ShoestringError(f"there is no lean optimizer {min(unknown)!r}: use {known}, joined by +")
-    lean = lean_update(task.optimizer, settings.pick(FORMS))
+    lean = lean_update(task, settings.pick(FORMS))
     if kind := settings.pick(FACTORED):
-        lean = replace(lean, rule=factored(kind, lean.rule))
+        lean = lean.with_rules(partial(factored, kind))
     if settings.pick([USING_UP]):
         refuse_using_up(task)
         lean = replace(lean, uses_up=True)
-    if has_no_state(lean.rule) and lean.state != "fp32" and not kind and not lean.uses_up:
+    if all(map(has_no_state, lean.rules)) and lean.state != "fp32" and not kind and not lean.uses_up:
         raise NoEffect(f"{lean.rule} keeps nothing that {lean.state} could make smaller: leave it out of the plan")
     settings_now = task.settings | {"optimizer": settings.words}
     return task.with_(optimizer=lean, settings=settings_now)
 
 
-def lean_update(optimizer: Any, state: str | None = None) -> Lean:
-    """Settings of an optimizer and a form of its state (by default the one that it has) -> its lean form."""
+def lean_update(task: Task, state: str | None = None) -> Lean:
+    """A task and a form of its optimizer's state (by default the one that it has) -> the lean form of its optimizer."""
     if state is not None and state not in FORMS:
         raise ShoestringError(f"there is no form {state!r} of optimizer state: use {', '.join(FORMS)}")
-    rule = rule_of(optimizer)
-    if type(rule) not in BUILDERS:
-        name = getattr(rule, "__qualname__", type(rule).__qualname__)
-        raise ShoestringError(
-            f"the lean form of {name} is not known: give the task SGD(...), Adam(...), SM3(...) or Adafactor(...)"
-        )
-    lean = optimizer if isinstance(optimizer, Lean) else Lean(rule)
+    lean = task.optimizer if isinstance(task.optimizer, Lean) else _lean(task)
     return lean if state is None else replace(lean, state=state)
 
 
-def rule_of(optimizer: Any) -> Any:
-    return optimizer.rule if isinstance(optimizer, Lean) else optimizer
+def _lean(task: Task) -> Lean:
+    if type(task.optimizer) in BUILDERS:
+        return Lean(task.optimizer)
+    groups = groups_of(task)
+    one_rule = len({group.rule for group in groups}) == 1
+    covers_all = sum(len(group.names) for group in groups) == len(list(trainable(task.model)))
+    return Lean(groups[0].rule, groups=() if one_rule and covers_all else groups)
 
 
 def factored(kind: str, rule: Any) -> SM3 | Adafactor:

@@ -1,6 +1,7 @@
 """SGD and Adam on lean state: the rules of torch.optim, a tensor at a time."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -9,13 +10,18 @@ from ..task import SGD, Adam
 from .lean_base import LeanOptimizer
 
 
+def is_heavy_ball(settings: Mapping[str, Any]) -> bool:
+    """Whether momentum is all that an update follows: gradients can join it one by one."""
+    return settings.get("momentum", 0) != 0 and not settings.get("nesterov", True)
+
+
 class LeanSGD(LeanOptimizer):
     """SGD. Heavy-ball momentum gathers: m = mu m + g1 + g2 + ... needs no gradient but the one at hand."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, uses_up: bool, seed: int) -> None:
         super().__init__(parameters, vars(rule), form, uses_up, seed)
-        self.gathers = uses_up and rule.momentum != 0 and not rule.nesterov
-        if rule.nesterov:
+        self.gathers = uses_up and all(map(is_heavy_ball, self.param_groups))
+        if any(group["nesterov"] for group in self.param_groups):
             self.gathering_refused = "Nesterov's momentum needs the sum of their gradients beside the momentum"
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:

@@ -48,7 +48,7 @@ def apply(task: Task, settings: Settings) -> Task:
     convert(task.model, dtype)
     return task.with_(
         contexts=(*task.contexts, Entry(dtype)),
-        optimizer=lean_update(task.optimizer, state=settings.form),
+        optimizer=lean_update(task, state=settings.form),
         scaling=Scaling() if dtype == torch.float16 else task.scaling,
         settings=task.settings | {"precision": settings.form},
     )

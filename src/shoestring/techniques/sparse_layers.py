@@ -89,6 +89,11 @@ class SparseLayer(nn.Module):
         """The most nonzeros that the layer can hold."""
         return self.numel - len(self.never)
 
+    @property
+    def dense_parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """What an optimizer's groups go by: the name and the shape of the dense weight."""
+        return {"values": ("weight", self.shape)}
+
     def reset_parameters(self) -> None:
         """Draws positions, and values as those of the dense layer are drawn; does nothing on the meta device."""
         if self.values.is_meta:

@@ -79,8 +79,18 @@ def describe(thing: Any) -> str:
     if is_dataclass(thing) and not isinstance(thing, type):
         return repr(thing)
     if isinstance(thing, torch.optim.Optimizer):
-        return f"{type(thing).__name__}({', '.join(f'{key}={value}' for key, value in thing.defaults.items())})"
+        settings = [f"{key}={value}" for key, value in thing.defaults.items()]
+        return f"{type(thing).__name__}({', '.join([*settings, *_groups(thing)])})"
     return getattr(thing, "__qualname__", type(thing).__qualname__)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What each group of parameters has of its own, where there are several."""
+    if len(optimizer.param_groups) == 1:
+        return []
+    told = [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
+    own = [{k: group[k] for k, v in optimizer.defaults.items() if group[k] != v} for group in told]
+    return [f"{len(group['params'])} with {settings}" for group, settings in zip(told, own, strict=True)]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import Diverged, ShoestringError
 from ..kernels.gradients import squared_norm
 from ..ledger import Phase
+from ..optimizers import make
 from ..phases import phase
 from ..task import Task
 from .finite import Buffers, Skipping, check_finite, first_not_finite
@@ -27,12 +28,7 @@ class Stepper:
     def __init__(self, task: Task, length: int | None = None) -> None:
         self.task, self.length = task, length
         self.told: dict[str, Any] = {}  # by the hooks after the last update
-        parameters = [p for p in task.model.parameters() if p.requires_grad]
-        if not parameters:
-            raise ShoestringError(
-                "the model has no parameter that requires a gradient: there is nothing to train"
-            )
-        self.optimizer = task.optimizer(parameters)
+        self.optimizer = make(task.optimizer, task.model)
         self.scale = task.scaling() if task.scaling else None
         self.updates, self.skipped = 0, ""
         self._skipping = Skipping() if task.on_nonfinite == "skip" else None
