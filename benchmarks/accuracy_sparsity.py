@@ -62,7 +62,7 @@ def make(network: dict, side: int, batch: int, updates: int = 100_000, frequency
 def memory_bytes(model: str, side: int, nonzero: float | None = None) -> int:
     """The predicted peak of a training step in the setting of the table."""
     network = {"model": model} | ({"nonzero": nonzero, "method": "static"} if nonzero else {})
-    return shoestring.profile(lean_task(make(network, side, 20), MEMORY_PLAN)).peak_bytes
+    return shoestring.profile(lean_task(make(network, side, 20), MEMORY_PLAN), calibrate=False).peak_bytes
 
 
 def narrow(base: str, side: int, nonzero: float) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from shoestring import builtin, profile
+from shoestring import builtin
+from shoestring.profiling import profile
 from shoestring.training.step import Stepper
 
 MODEL, BATCH, STEPS = "wrn-28-2", 100, 3

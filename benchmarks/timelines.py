@@ -6,7 +6,8 @@ Both are predicted; docs/predicted_against_measured.md says how far that is from
 import sys
 from pathlib import Path
 
-from shoestring import Plan, builtin, profile
+from shoestring import Plan, builtin
+from shoestring.profiling import profile
 from shoestring.reporting.figures import overlay_figure
 from shoestring.training.apply import lean_task
 

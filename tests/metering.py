@@ -3,8 +3,9 @@
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoestring import Profile, Task, profile
+from shoestring import Profile, Task
 from shoestring.measuring import Measurement, calibrated, measure_allocator
+from shoestring.profiling import profile
 from shoestring.training.step import Stepper
 
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import SGD, Adam, ShoestringError, Task, profile
+from shoestring import SGD, Adam, ShoestringError, Task
 from shoestring.ledger import Phase
 from shoestring.phases import listen
+from shoestring.profiling import profile
 from shoestring.task import first_tensor
 from shoestring.training.step import Stepper
 

@@ -16,7 +16,6 @@ _HOMES = {
     "SGD": "task",
     "Adam": "task",
     "builtin": "models",
-    "profile": "profiling",
     "Profile": "profiling",
     "Plan": "planning.plan",
     "apply": "training.apply",
@@ -50,11 +49,33 @@ if TYPE_CHECKING:
     from .measuring import measure
     from .models import builtin
     from .planning.plan import Plan
-    from .profiling import Profile, profile
+    from .profiling import Profile
     from .task import SGD, Adam, Task
     from .training.apply import apply
     from .training.loop import train
     from .training.save import load_weights
+
+
+def profile(task: "Task", calibrate: bool = True, **how: Any) -> "Profile":
+    """A task -> where the memory of its training step goes; the number that `shoestring profile` tells.
+
+    The scratch of PyTorch's operators is measured on this machine where it is not known yet and the step runs on the
+    CPU; without `calibrate` it is not counted, and the profile says so. `how` goes to `profiling.profile`: with a
+    table `workspace` of your own nothing is measured. `progress(done, total)` is told of each operator measured.
+    """
+    from .profiling import profile
+
+    progress = how.pop("progress", None)
+    if not calibrate or "workspace" in how or not _is_on_cpu(task):
+        return profile(task, **how)
+    from .measuring import calibrated
+
+    return calibrated(lambda table: profile(task, table, **how), progress)
+
+
+def _is_on_cpu(task: "Task") -> bool:
+    """Whether the step would run on the CPU, whose operators are those that are calibrated."""
+    return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
 
 
 def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> "Plan":

@@ -62,6 +62,10 @@ class Signature:
         return [_decode(value, make_tensor) for value in record["args"]], kwargs
 
 
+class Bound(int):
+    """A number in a table that was not measured: the call could not be made, and needs this at most."""
+
+
 def output_key(signature: Signature, number: int) -> str:
     """The key under which a table has the elements of a flat output whose size only the library knows.
 
@@ -103,6 +107,9 @@ def _encode(value: Any) -> Any:
     for kind, type_ in _NAMED.items():
         if isinstance(value, type_):
             return {kind: _name(value)}
+    if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
+        held = value._indices(), value._values()
+        return {"unknown": "sparse tensor", "bytes": sum(part.numel() * part.itemsize for part in held)}
     return {"unknown": type(value).__name__}
 
 
@@ -113,7 +120,7 @@ def _decode(value: Any, make_tensor: MakeTensor) -> Any:
         return value
     if "shape" in value:
         return make_tensor(value["shape"], value["stride"], _named("dtype", value["dtype"]))
-    kind, name = next(iter(value.items()))
+    kind, name = next((pair for pair in value.items() if pair[0] in _NAMED), ("unknown", value.get("unknown")))
     if kind not in _NAMED:
         raise ValueError(f"an argument of type {name} cannot be made from a signature")
     return torch.device(name) if kind == "device" else _named(kind, name)

@@ -2,11 +2,7 @@ import json
 
 import pytest
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoestring import SGD, Task
-from shoestring.cli.profile import _is_on_cpu
 from shoestring.ledger import Ledger
 
 WRN = ("profile", "wrn-10-1", "--batch", 4, "--no-calibrate")
@@ -55,16 +51,6 @@ def test_a_calibrated_workspace_is_a_number_and_part_of_the_peak(shoestring):
     assert data["bytes"]["workspace"] == data["by_category"]["workspace"] >= 0
     assert data["bytes"]["total"] == sum(data["by_category"].values())
     assert data["peak"]["bytes"] >= answer_of(shoestring, *WRN)["peak"]["bytes"]
-
-
-def test_only_what_runs_on_the_cpu_is_calibrated_there():
-    def task(device: str) -> Task:
-        with FakeTensorMode():
-            weight = nn.Parameter(torch.zeros(4, device=device))
-        return Task(nn.ParameterList([weight]), loss=print, batch=None, optimizer=SGD())
-
-    assert _is_on_cpu(task("cpu")) and _is_on_cpu(task("meta"))
-    assert not _is_on_cpu(task("cuda:0"))
 
 
 def test_the_threads_asked_for_are_those_that_calibrate(shoestring):

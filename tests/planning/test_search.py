@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shoestring import Plan, ShoestringError, apply, profile
+from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
 from shoestring.planning.search import OBJECT_BYTES, Option, Search, plan
 from shoestring.planning.timing import Rates
+from shoestring.profiling import profile
 from shoestring.techniques.risk import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import zoo
 from metering import measured
-from shoestring import SGD, Adam, Task, profile
+from shoestring import SGD, Adam, Task
 from shoestring.ledger import Category, Phase
+from shoestring.profiling import profile
 
 FLOAT = 4
 

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoestring import SGD, Adam, ShoestringError, Task, builtin, profile
+from shoestring import SGD, Adam, ShoestringError, Task, builtin
 from shoestring.measuring import measure_process
+from shoestring.profiling import profile
 
 
 def square(model, batch):

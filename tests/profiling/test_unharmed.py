@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoestring import SGD, Adam, ShoestringError, Task, profile
+from shoestring import SGD, Adam, ShoestringError, Task
+from shoestring.profiling import profile
 
 
 class Mixed(nn.Module):

@@ -9,9 +9,10 @@ from runs import distance, doubled, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoestring import SGD, Plan, ShoestringError, Task, apply, profile
+from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
+from shoestring.profiling import profile
 from shoestring.techniques import checkpoint
 from shoestring.techniques.lean import with_lean
 

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 import zoo
-from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin, profile
+from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin
+from shoestring.profiling import profile
 from shoestring.techniques.precision import NORMS, Settings, convert
 from shoestring.techniques.precision import apply as with_precision
 from shoestring.training.step import Stepper

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from metering import measured, predicted
-from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin, profile
+from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin
 from shoestring.errors import NoEffect
 from shoestring.kernels.sparse_index import decode
 from shoestring.measuring import measure_heap
 from shoestring.models import materialise
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
+from shoestring.profiling import profile
 from shoestring.techniques import sparsity
 from shoestring.techniques.dense_form import convert_to_dense, from_dense
 from shoestring.techniques.risk import Risk

@@ -18,8 +18,6 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
-    from ..profiling import Profile
-    from ..task import Task
 
 EXAMPLES = (
     "wrn-28-2 --batch 100",
@@ -73,35 +71,19 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
     """The arguments -> JSON and ledger of the step as PyTorch would run it."""
     import torch
 
+    from .. import profile
     from ..planning.plan import Plan
-    from ..profiling import profile
+    from ..reporting.progress import progress
     from ..training.apply import lean_task
 
     if args.threads:
         torch.set_num_threads(args.threads)
     task = lean_task(load_task(args.model, sizes, device="meta"), Plan(**techniques))
-    calibrates = not args.no_calibrate and _is_on_cpu(task)
-    result = _calibrated(task) if calibrates else profile(task)
+    with progress("calibrating the step's operators, once for this machine") as advance:
+        result = profile(task, calibrate=not args.no_calibrate, progress=advance)
     data = result.to_json()
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
-    if not calibrates:
-        data["bytes"]["workspace"] = None  # unknown is not nothing
     return data, result.ledger
-
-
-def _is_on_cpu(task: "Task") -> bool:
-    """Whether the step would run on the CPU, whose operators are those that are calibrated."""
-    return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
-
-
-def _calibrated(task: "Task") -> "Profile":
-    """A task -> its profile, with the scratch that its operators are found to need on this machine."""
-    from ..measuring import calibrated
-    from ..profiling import profile
-    from ..reporting.progress import progress
-
-    with progress("calibrating the step's operators, once for this machine") as advance:
-        return calibrated(lambda table: profile(task, table), advance)
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:

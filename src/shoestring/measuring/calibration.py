@@ -19,8 +19,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..cache import cache_folder, write_whole
-from ..signature import Signature, call_of, output_key
+from ..signature import Bound, Signature, call_of, output_key
 from .allocator import measure_allocator, require_idle_profiler
+from .bounds import bounds_of, extent
 from .process import memory_available_bytes
 
 VERSION = 2  # of the cache: what is measured of a call
@@ -41,8 +42,9 @@ Predicted = TypeVar("Predicted", bound=Prediction)
 def calibrate(signatures: Iterable[Signature], progress: Progress | None = None) -> Table:
     """Operator calls -> {str(signature): bytes of scratch}, from the machine's cache where they are known.
 
-    None is "unknown": the call could not be made here. `progress(done, total)` is told of each call. Where a
-    call returns what a fake cannot size, the table also has the sizes, under `output_key`.
+    A call that could not be made here has a `Bound` in place of a measured number, and is asked again next time.
+    `progress(done, total)` is told of each call. Where a call returns what a fake cannot size, the table also has
+    the sizes, under `output_key`.
     """
     wanted = {str(signature): signature for signature in signatures}
     known = load_cache()
@@ -50,11 +52,12 @@ def calibrate(signatures: Iterable[Signature], progress: Progress | None = None)
     try:
         for done, (key, signature) in enumerate(wanted.items(), 1):
             if key not in known:
-                found |= measure_call(signature)
+                measured = measure_call(signature)
+                found |= bounds_of(signature) if measured[key] is None else measured
             if progress:
                 progress(done, len(wanted))
     finally:  # an interrupted calibration goes on where it was
-        save_cache({key: size for key, size in found.items() if size is not None})
+        save_cache({key: size for key, size in found.items() if not isinstance(size, Bound)})
     return {key: size for key, size in (found | known).items() if call_of(key) in wanted}
 
 
@@ -140,20 +143,15 @@ def argument_sizes(signature: Signature) -> list[int]:
     sizes: list[int] = []
 
     def count(shape: list[int], stride: list[int], dtype: torch.dtype) -> None:
-        sizes.append(_extent(shape, stride) * dtype.itemsize)
+        sizes.append(extent(shape, stride) * dtype.itemsize)
 
     signature.call_arguments(count)
     return sizes
 
 
-def _extent(shape: list[int], stride: list[int]) -> int:
-    """How many elements a tensor's storage needs: 1 + sum((size - 1) * stride), or none if it is empty."""
-    return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-
-
 def _zeros(shape: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
     """Zeros are valid as data and as indices; made flat first, for an expanded tensor cannot be filled."""
-    return torch.zeros(_extent(shape, stride), dtype=dtype).as_strided(shape, stride)
+    return torch.zeros(extent(shape, stride), dtype=dtype).as_strided(shape, stride)
 
 
 def machine() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ShoestringError
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
-from ..signature import Signature
+from ..signature import Bound, Signature
 from ..task import Task
 from ..training.step import Stepper
 from ..units import format_bytes
@@ -38,6 +38,7 @@ class Profile:
     flops: dict[str, float]
     unseen: list[str]
     signatures: list[Signature] = field(repr=False)
+    uncalibrated: int = 0  # distinct operator calls whose scratch is not known, and not counted
 
     @property
     def peak_bytes(self) -> int:
@@ -80,7 +81,7 @@ class Profile:
                 "model": parts["model"],
                 "optimizer": parts["gradient"] + parts["optimizer_state"],
                 "activations": parts["input"] + parts["activation"] + parts["activation_gradient"],
-                "workspace": parts["workspace"],
+                "workspace": None if self.uncalibrated else parts["workspace"],  # unknown is not nothing
                 "total": self.peak_bytes,
             },
             "by_category": parts,
@@ -97,7 +98,8 @@ class Profile:
 
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.bytes_by_category.items() if size]
-        return f"{self.task}: {format_bytes(self.peak_bytes)} at the peak ({', '.join(parts)})"
+        lines = [f"{self.task}: {format_bytes(self.peak_bytes)} at the peak ({', '.join(parts)})"]
+        return "\n".join(lines + [f"not seen: {words}" for words in self.unseen])
 
 
 def profile(
@@ -236,8 +238,9 @@ _UNTRACEABLE = {
 def _summarise(task: Task, tracer: Tracer) -> Profile:
     forward, backward, recompute = (tracer.flops[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
     unseen = list(tracer.unseen) + (["what is done after each update"] if task.after_update else [])
-    if missing := sum(tracer.workspace.get(str(signature)) is None for signature in tracer.signatures):
-        unseen.append(f"the scratch inside {missing} distinct operator calls of PyTorch: not calibrated")
+    scratch = [tracer.workspace.get(str(signature)) for signature in tracer.signatures]
+    uncalibrated = scratch.count(None)
+    unseen += _unmeasured(uncalibrated, [size for size in scratch if isinstance(size, Bound)])
     return Profile(
         task=task.name or type(task.model).__name__,
         settings=task.settings,
@@ -251,7 +254,21 @@ def _summarise(task: Task, tracer: Tracer) -> Profile:
         },
         unseen=unseen,
         signatures=tracer.signatures,
+        uncalibrated=uncalibrated,
     )
+
+
+def _unmeasured(uncalibrated: int, bounds: list[Bound]) -> list[str]:
+    """What is not known of the scratch inside PyTorch's operators: not counted, or counted by a bound."""
+    words = []
+    if uncalibrated:
+        words.append(f"the scratch inside {uncalibrated} distinct operator calls: not calibrated, not counted")
+    if any(bounds):
+        words.append(
+            f"the scratch inside {len(bounds)} distinct operator calls, which could not be made here: "
+            f"bounds of up to {format_bytes(max(bounds))} are counted in its place"
+        )
+    return words
 
 
 def _device(task: Task) -> torch.device:

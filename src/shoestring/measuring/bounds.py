@@ -1,0 +1,86 @@
+"""Bounds: an operator call that cannot be made here -> the most scratch that calls of its kind were found to need.
+
+What a call needs inside itself is copies of what it reads and writes, in another order or a wider type. So the bound
+is a multiple of the bytes of its arguments and results, by the kind of operator; a convolution may also unfold its
+image. `tests/measuring/test_bounds.py` holds the multiples against calibrated calls of every kind.
+"""
+
+import json
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ..signature import Bound, Signature, output_key
+
+THREAD_BYTES = 1 << 19  # of a thread's own buffers, which no argument's size tells: at most 0.4 MB was seen
+COPIES = 2  # of all that a call reads and writes: a 16-bit reduction adds up a copy in FP32
+KEPT = 8  # what a library keeps for its backward pass: an LSTM's four gates and two states for each step
+CONVOLUTIONS = ("conv", "slow_", "thnn_", "mkldnn_conv")
+
+
+def bounds_of(signature: Signature) -> dict[str, int | None]:
+    """A call -> a table with the bound of its scratch, and of outputs whose size its fake leaves open."""
+    reads = sum(_argument_bytes(json.loads(signature.arguments)))
+    results = _results(signature)
+    moved = reads + sum(part.untyped_storage().nbytes() for part in results if isinstance(part, Tensor))
+    if not moved or _only_looks(signature):
+        return {str(signature): Bound(0)}
+    scratch = COPIES * moved + _unfolded_bytes(signature, results) + THREAD_BYTES * torch.get_num_threads()
+    open_ = [n for n, part in enumerate(results) if isinstance(part, Tensor) and part.shape == (0,)]
+    hidden = {output_key(signature, n): Bound(KEPT * moved // results[n].itemsize) for n in open_}
+    return {str(signature): Bound(scratch)} | (hidden if len(results) > 1 else {})
+
+
+def extent(shape: list[int], stride: list[int]) -> int:
+    """How many elements a tensor's storage needs: 1 + sum((size - 1) * stride), or none if it is empty."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+
+
+def _argument_bytes(value: Any) -> Iterator[int]:
+    """Arguments as a signature has them -> the bytes of each tensor among them."""
+    if isinstance(value, dict) and "shape" in value:
+        yield extent(value["shape"], value["stride"]) * getattr(torch, value["dtype"]).itemsize
+    elif isinstance(value, dict) and "unknown" in value:
+        yield value.get("bytes", 0)
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _argument_bytes(part)
+
+
+def _results(signature: Signature) -> list[Any]:
+    """A call -> fakes of what it returns; none where it cannot be made even with fakes."""
+    try:
+        with FakeTensorMode():
+            args, kwargs = signature.call_arguments(lambda *like: torch.empty_strided(like[0], like[1], dtype=like[2]))
+            return pytree.tree_leaves(signature.function()(*args, **kwargs))
+    except Exception:  # an operator may raise anything
+        return []
+
+
+def _only_looks(signature: Signature) -> bool:
+    """Whether the operator moves no bytes: its result is a view of an argument that it does not write."""
+    try:
+        return signature.function().is_view
+    except ValueError:
+        return False
+
+
+def _unfolded_bytes(signature: Signature, results: list[Any]) -> int:
+    """A convolution's image unfolded: for each output pixel, all inputs that it sees; 0 for other operators."""
+    if not signature.op.split(".")[1].startswith(CONVOLUTIONS):
+        return 0
+    arguments = json.loads(signature.arguments)["args"]
+    maps = [value for value in arguments if isinstance(value, dict) and len(value.get("shape", ())) > 2]
+    fakes = [part.shape for part in results if isinstance(part, Tensor) and part.dim() > 2]
+    if len(maps) < 2:
+        return 0
+    *images, weight = maps
+    window = prod(weight["shape"][2:])
+    per_pixel = max(tensor["shape"][1] for tensor in images) * window * 4  # in FP32
+    pixels = max(shape[0] * prod(shape[2:]) for shape in [*(tensor["shape"] for tensor in images), *fakes])
+    return per_pixel * pixels
