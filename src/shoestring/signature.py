@@ -120,9 +120,9 @@ def _decode(value: Any, make_tensor: MakeTensor) -> Any:
         return value
     if "shape" in value:
         return make_tensor(value["shape"], value["stride"], _named("dtype", value["dtype"]))
-    kind, name = next((pair for pair in value.items() if pair[0] in _NAMED), ("unknown", value.get("unknown")))
-    if kind not in _NAMED:
-        raise ValueError(f"an argument of type {name} cannot be made from a signature")
+    if "unknown" in value:
+        raise ValueError(f"an argument of type {value['unknown']} cannot be made from a signature")
+    kind, name = next(iter(value.items()))
     return torch.device(name) if kind == "device" else _named(kind, name)
 
 

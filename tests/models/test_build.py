@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import transformers_zoo
 from shoestring import ShoestringError, builtin
 from shoestring.models import materialise
 from shoestring.models.build import leaves_first, materialise_module
@@ -93,6 +94,111 @@ def test_a_module_that_cannot_fill_itself_is_named():
 
     with pytest.raises(ShoestringError, match=r"'1' \(Scale\) owns 'gain' but has no reset_parameters"):
         materialise(nn.Sequential(nn.Linear(2, 2), Scale()))
+
+
+# -- a model's own start ---------------------------------------------------------------------------------------
+class Small(nn.Module):
+    """Starts its linear layers with a small deviation, module by module, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40), nn.Linear(40, 40))
+        self.gain = nn.Parameter(torch.empty(3))
+        self.register_buffer("positions", torch.empty(4, dtype=torch.int64))
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
+        elif module is self:
+            nn.init.constant_(self.gain, 3.0)
+            self.positions.copy_(torch.arange(4))
+
+
+class Whole(nn.Module):
+    """Starts all of its children at once; `called` is the method's name."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.first, self.last = nn.Linear(40, 40), nn.Linear(40, 40)
+        setattr(self, called, self.start)
+        self.start()
+
+    def start(self):
+        nn.init.normal_(self.first.weight, std=0.02)
+        nn.init.zeros_(self.last.weight)
+
+
+def from_meta(build):
+    with torch.device("meta"):
+        model = build()
+    return materialise(model)
+
+
+def test_a_model_that_starts_its_modules_one_by_one_starts_them_from_meta_too(recwarn):
+    model = from_meta(Small)
+    assert model.inner[0].weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not model.inner[2].bias.any() and torch.equal(model.inner[1].weight, torch.ones(40))
+    assert torch.equal(model.gain, torch.full((3,), 3.0)) and torch.equal(model.positions, torch.arange(4))
+    assert not torch.equal(model.inner[0].weight, model.inner[2].weight)
+    assert not recwarn
+
+
+def test_such_a_model_holds_the_same_bits_in_whatever_order_it_is_built():
+    with torch.device("meta"):
+        model = Small()
+    for path, module in reversed(leaves_first(model)):
+        materialise_module(module, path, "cpu", 0, {}, model._init_weights)
+    assert same(tensors(model), tensors(from_meta(Small)))
+
+
+@pytest.mark.parametrize("called", ["reset_parameters", "_reset_parameters", "init_weights"])
+def test_a_model_that_starts_all_at_once_does_so_from_meta_too(called, recwarn):
+    model = from_meta(lambda: nn.Sequential(Whole(called)))
+    assert model[0].first.weight.std().item() == pytest.approx(0.02, rel=0.1) and not model[0].last.weight.any()
+    assert not recwarn
+
+
+def test_pytorchs_own_transformer_starts_as_it_does_off_meta(recwarn):
+    build = lambda: nn.Transformer(64, 2, 1, 1, 64)  # noqa: E731
+    assert from_meta(build).encoder.layers[0].linear1.weight.std().item() == pytest.approx(
+        build().encoder.layers[0].linear1.weight.std().item(), rel=0.1
+    )
+
+
+def test_what_only_the_constructor_did_is_told_by_name():
+    def build():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        nn.init.zeros_(model[1].weight)
+        return model
+
+    with pytest.warns(UserWarning, match=r"^1.weight: started by their layers' own reset_parameters\(\)"):
+        from_meta(build)
+
+
+def test_a_start_of_all_leaves_real_modules_alone():
+    with torch.device("meta"):
+        model = Whole("reset_parameters")
+    model.first = nn.Linear(40, 40)
+    before = model.first.weight.clone()
+    with pytest.warns(UserWarning, match="last.weight"):
+        materialise(model)
+    assert torch.equal(model.first.weight, before)
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "gpt2", "vit", "convnext", "segformer", "switch"])
+def test_a_model_of_transformers_starts_as_its_own_code_says(name):
+    direct = transformers_zoo.make(name).model
+    with torch.device("meta"):
+        later = transformers_zoo.make(name).model
+    assert all(tensor.is_meta for tensor in later.parameters())
+    materialise(later)
+    for (key, a), (_, b) in zip(tensors(later).items(), tensors(direct).items(), strict=True):
+        a, b = a.detach().double(), b.detach().double()
+        close = 0.3 * b.std() if a.numel() > 500 else 2 * b.std()
+        assert a.std(correction=0) == pytest.approx(b.std(correction=0).item(), abs=float(close) + 1e-6), key
+        assert b.std(correction=0) > 0 or torch.equal(a, b), key
 
 
 def tensors(model):

@@ -1,13 +1,16 @@
 """A profile leaves no trace: model, gradients, attributes and random numbers stay as they were."""
 
 import copy
+from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shoestring import SGD, Adam, ShoestringError, Task
+import transformers_zoo
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply
 from shoestring.profiling import profile
 
 
@@ -128,3 +131,88 @@ def test_the_same_task_gives_the_same_profile_again():
     first, second = profile(task), profile(task)
     assert first.to_json() == second.to_json()
     assert first.ledger.timeline() == second.ledger.timeline()
+
+
+# -- what a model changes of itself in its first forward pass ------------------------------------------------
+class Capturing(nn.Module):
+    """Installs hooks behind a flag in its first forward pass, and counts, caches and collects in all ways there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4))
+        self.installed, self.seen, self.last = False, set(), deque(maxlen=2)
+        self.by_name, self.nested, self.record = defaultdict(list), {"a": [{1}]}, SimpleNamespace(calls=0, cache=None)
+
+    def forward(self, x):
+        if not self.installed:
+            self.installed = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda module, args, out: self.states.append(out))
+                layer.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
+                layer.register_full_backward_hook(lambda module, given, made: None)
+            self.register_buffer("late", torch.zeros(2))
+            self.added = nn.Identity()
+        self.states = []
+        for layer in self.layers:
+            x = layer(x)
+        self.seen.add(len(self.seen))
+        self.last.append(x)
+        self.by_name["x"].append(x)
+        self.nested["a"][0].add(2)
+        self.record.calls, self.record.cache = self.record.calls + 1, x
+        return x
+
+
+def everything(model):
+    """All that a model's modules hold, looked into as far as it can be changed."""
+
+    def look(value):
+        if isinstance(value, dict):
+            return {key: look(part) for key, part in value.items()}
+        if isinstance(value, list | tuple | set | deque):
+            return [type(value), *map(look, value)]
+        if isinstance(value, SimpleNamespace):
+            return look(vars(value))
+        return id(value)
+
+    return {path: look(vars(module)) for path, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_hooks_and_attributes_that_a_forward_pass_makes_are_gone(error):
+    def failing(model, batch):
+        raise KeyError(loss(model, batch))
+
+    task = make(model=Capturing(), loss=failing if error else loss)
+    before = everything(task.model)
+    if error:
+        with pytest.raises(KeyError):
+            profile(task)
+    else:
+        profile(task)
+    assert everything(task.model) == before
+    task.model(task.batch)
+    assert len(task.model.states) == 4, "each hook is there once"
+
+
+@pytest.mark.parametrize("strategy", ["every-2", "optimal"])
+def test_applying_a_plan_leaves_hooks_and_attributes_as_they_were(strategy):
+    task = make(model=Capturing(), clip=None)
+    before = everything(task.model)
+    apply(task, Plan(checkpoint=strategy))
+    assert everything(task.model) == before
+
+
+@pytest.mark.parametrize("name", ["bert", "llama", "t5", "segformer", "vit", "convnext", "gpt2"])
+def test_a_model_of_transformers_is_as_it_was(name):
+    task = transformers_zoo.make(name)
+    untouched = copy.deepcopy(task.model)
+    before = everything(task.model)
+    profile(task)
+    assert everything(task.model) == before
+    how = task.batch | {"output_hidden_states": True}
+    states = [key for key in untouched.eval()(**how) if key.endswith("hidden_states")]
+    for key in states:
+        for a, b in zip(task.model.eval()(**how)[key], untouched(**how)[key], strict=True):
+            assert torch.equal(a, b)
+    assert states

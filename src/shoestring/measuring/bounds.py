@@ -23,7 +23,7 @@ KEPT = 8  # what a library keeps for its backward pass: an LSTM's four gates and
 CONVOLUTIONS = ("conv", "slow_", "thnn_", "mkldnn_conv")
 
 
-def bounds_of(signature: Signature) -> dict[str, int | None]:
+def bounds_of(signature: Signature) -> dict[str, Bound]:
     """A call -> a table with the bound of its scratch, and of outputs whose size its fake leaves open."""
     reads = sum(_argument_bytes(json.loads(signature.arguments)))
     results = _results(signature)

@@ -57,7 +57,7 @@ def calibrate(signatures: Iterable[Signature], progress: Progress | None = None)
             if progress:
                 progress(done, len(wanted))
     finally:  # an interrupted calibration goes on where it was
-        save_cache({key: size for key, size in found.items() if not isinstance(size, Bound)})
+        save_cache({key: size for key, size in found.items() if size is not None and not isinstance(size, Bound)})
     return {key: size for key, size in (found | known).items() if call_of(key) in wanted}
 
 

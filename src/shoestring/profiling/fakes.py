@@ -1,8 +1,10 @@
 """Fake tensors in place of real ones: a model of any size takes part in a step and no byte is allocated."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from ..errors import ShoestringError
 from .sparse import coo
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
+_WHOLE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, partial)  # not looked into
 _EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes that torch itself keeps in a module
 
 
@@ -80,6 +83,8 @@ def faked(model: nn.Module, faker: Faker) -> Iterator[None]:
             stack.callback(setattr, parameter, "grad", parameter.grad)
         for module in list(model.modules()):
             stack.callback(_restore, module, dict(vars(module)))
+        stack.callback(_put_back, _contents(model))
+        for module in list(model.modules()):
             vars(module).update(_fake_attributes(module, faker))
         yield
 
@@ -95,6 +100,52 @@ def _fake_attributes(module: nn.Module, faker: Faker) -> dict[str, Any]:
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
     vars(module).clear()
     vars(module).update(attributes)
+
+
+def _contents(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """A model -> everything that can be changed in place below its modules' attributes, each with what it holds.
+
+    Above all the hooks: a model that installs some in its first forward pass, behind a flag, would find the flag as it
+    was and the hooks still there. Then lists, dictionaries, sets and plain objects, which may come to hold a fake.
+    """
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    todo = [value for module in model.modules() for value in vars(module).values()]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found and (held := _held(value)) is not None:
+            found[id(value)] = value, held
+            todo += [part for pair in held for part in pair] if _is_mapped(value) else held
+    return list(found.values())
+
+
+def _held(value: Any) -> list[Any] | None:
+    """What a list, set, dictionary (its pairs) or plain object (its attributes) holds; None for anything else."""
+    if isinstance(value, list | set | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, _WHOLE) or not hasattr(value, "__dict__") or type(value).__module__.startswith("torch"):
+        return None
+    return list(vars(value).items())
+
+
+def _is_mapped(value: Any) -> bool:
+    return not isinstance(value, list | set | deque)
+
+
+def _put_back(contents: list[tuple[Any, list[Any]]]) -> None:
+    for value, before in contents:
+        now = _held(value)
+        if now is not None and len(now) == len(before) and all(map(_same, now, before)):
+            continue
+        target = value if isinstance(value, list | set | deque | dict) else vars(value)
+        target.clear()
+        (target.extend if isinstance(target, list | deque) else target.update)(before)
+
+
+def _same(now: Any, before: Any) -> bool:
+    pair = isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before) == 2
+    return now is before or (pair and now[0] is before[0] and now[1] is before[1])
 
 
 def check_can_be_faked(model: nn.Module) -> None:

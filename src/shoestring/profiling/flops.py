@@ -19,18 +19,24 @@ def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
     return int(formula(*args, **kwargs, out_val=out)) if formula else 0
 
 
+def _formula(targets: Any) -> Callable[[Callable], Callable]:
+    """Registers a formula for operators of which this PyTorch has none: newer ones know more of them."""
+    listed = targets if isinstance(targets, list) else [targets]
+    return register_flop_formula([target for target in listed if target not in flop_registry])
+
+
 def _attention(query: tuple, key: tuple, value: tuple) -> int:
     batch, heads, queries, width = query
     keys = key[-2]
     return 2 * batch * heads * queries * keys * (width + value[-1])
 
 
-@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+@_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
 def _(query, key, value, *args, out_shape=None, **kwargs) -> int:
     return _attention(query, key, value)
 
 
-@register_flop_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
+@_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
     # The scores are made again, then one product for each of four gradients: 5 products to the forward's 2.
     return _attention(query, key, value) * 5 // 2
@@ -45,43 +51,43 @@ def _convolution(y: tuple, weights: int) -> int:
 ours = torch.ops.shoestring
 
 
-@register_flop_formula(ours.conv_forward)
+@_formula(ours.conv_forward)
 def _(y, x, weight, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(weight))
 
 
-@register_flop_formula(ours.conv_input_gradient)
+@_formula(ours.conv_input_gradient)
 def _(x, y, weight, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(weight))
 
 
-@register_flop_formula(ours.conv_weight_gradient)
+@_formula(ours.conv_weight_gradient)
 def _(weight, y, x, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(weight))
 
 
-@register_flop_formula(ours.sparse_conv2d)
+@_formula(ours.sparse_conv2d)
 def _(x, values, *args, out_shape=None, **kwargs) -> int:
     return _convolution(out_shape, prod(values))
 
 
-@register_flop_formula(ours.sparse_conv2d_input_gradient)
+@_formula(ours.sparse_conv2d_input_gradient)
 def _(y, values, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(values))
 
 
-@register_flop_formula(ours.sparse_conv2d_weight_gradient)
+@_formula(ours.sparse_conv2d_weight_gradient)
 def _(values, x, y, *args, out_shape=None, **kwargs) -> int:
     return _convolution(y, prod(values))
 
 
 # A linear layer does 2 FLOPs for each token and each weight, and so do its gradients.
-@register_flop_formula([ours.linear_forward, ours.linear_input_gradient])
+@_formula([ours.linear_forward, ours.linear_input_gradient])
 def _(out, given, weight, *args, out_shape=None, **kwargs) -> int:
     return 2 * given[0] * prod(weight)
 
 
-@register_flop_formula(ours.linear_weight_gradient)
+@_formula(ours.linear_weight_gradient)
 def _(out, y, x, *args, out_shape=None, **kwargs) -> int:
     return 2 * x[0] * prod(out)
 
@@ -91,11 +97,11 @@ def _sparse_linear(tokens: tuple, values: tuple) -> int:
     return 2 * prod(tokens[:-1]) * prod(values)
 
 
-@register_flop_formula([ours.sparse_linear, ours.sparse_linear_input_gradient])
+@_formula([ours.sparse_linear, ours.sparse_linear_input_gradient])
 def _(x, values, *args, out_shape=None, **kwargs) -> int:
     return _sparse_linear(x, values)
 
 
-@register_flop_formula(ours.sparse_linear_weight_gradient)
+@_formula(ours.sparse_linear_weight_gradient)
 def _(values, x, *args, out_shape=None, **kwargs) -> int:
     return _sparse_linear(x, values)
