@@ -47,6 +47,7 @@ def run(setting: str, folder: str, resume: bool) -> None:
         train(
             apply(sparse, Plan(precision="fp16", microbatch=3)),
             Noise(),
+            average=3,
             **(how | {"evaluation": None}),  # which would feed FP32 to the model itself
         )
         assert sparse.after_update[0].times == 11, "every 1, 2, 4 and 8 updates of 30"

@@ -35,6 +35,15 @@ def expected_index_bytes(numel: int, count: int) -> int:
     return min(bitmap_bytes(numel), round(count + count * jump / (1 - jump)))
 
 
+@torch.no_grad()
+def dense_weight(values: Tensor, index: Tensor, shape: Sequence[int]) -> Tensor:
+    """Nonzeros and their index -> the weight of that shape with its zeros, newly made."""
+    numel = int(np.prod(shape))
+    everywhere = np.full(bitmap_bytes(numel), 255, np.uint8)
+    bits = to_bitmap(index, numel).cpu().numpy()
+    return nonzeros.move(values, bits, everywhere, numel, numel).view(*shape)
+
+
 class SparseLayer(nn.Module):
     """What the sparse layers share. `total` is the number of nonzeros of all layers that were made sparse together.
 
@@ -123,11 +132,9 @@ class SparseLayer(nn.Module):
         self.values.data = nonzeros.move(self.values, before, after, self.numel, count)
         self._set_index(after)
 
-    @torch.no_grad()
     def dense_weight(self) -> Tensor:
         """The weight with its zeros, newly made."""
-        everywhere = np.full(bitmap_bytes(self.numel), 255, np.uint8)
-        return nonzeros.move(self.values, self._bitmap(), everywhere, self.numel, self.numel).view(self.shape)
+        return dense_weight(self.values, self.index, self.shape)
 
     def _bitmap(self) -> nonzeros.Bits:
         return to_bitmap(self.index, self.numel).cpu().numpy()

@@ -19,7 +19,7 @@ from ..planning.plan import Plan
 from ..profiling import profile
 from ..task import Task
 from .apply import LeanTask, apply
-from .averaging import average_saves
+from .averaging import NoMean, average_saves, averaged
 from .budget import Budget, Meter, batch_bytes
 from .evaluate import Data
 from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
@@ -29,7 +29,7 @@ from .recipe import Recipe
 from .record import RunRecord, describe, environment
 from .replan import smaller_microbatches
 from .run import RunFolder
-from .save import Save, Saves, write_weights
+from .save import Save, Saves
 from .state import (
     ModelState,
     OptimizerState,
@@ -39,7 +39,6 @@ from .state import (
     find_stateful,
     fingerprint,
     first_poisoned,
-    model_tensors,
     seeded,
 )
 
@@ -324,10 +323,15 @@ class Training:
         """averaged.safetensors and its quality; the model itself keeps its last weights."""
         model, evaluation = self.lean.model, self.recipe.evaluation
         saves = [folder.saves.check(update) for update in self._ends(folder.saves)]
-        average_saves(model, saves)
-        write_weights(folder.averaged_path, model_tensors(model))
-        quality = evaluation(model) if evaluation else None
-        saves[-1].restore("model", ModelState(model), in_place=True)
+        try:
+            average_saves(model, saves, folder.averaged_path)
+        except NoMean as error:  # the run itself is good, and has ended
+            self._log({"update": self.update, "averaged": 0})
+            return folder.warn(str(error))
+        quality = None
+        if evaluation:
+            with averaged(model, folder.averaged_path, saves[-1]) as mean:
+                quality = evaluation(mean)
         self._log({"update": self.update, "averaged": len(saves), "quality": quality})
         self.record = self.record.with_(averaged_quality=quality)
 

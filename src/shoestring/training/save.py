@@ -217,17 +217,18 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Tensors -> a safetensors file, which is there whole or not at all."""
+def write_weights(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None) -> None:
+    """Tensors (made one by one, if told how: see `write_tensors`) -> a file, which is there whole or not at all."""
     hidden = path.with_name(f".writing-{path.name}")
     try:
         with hidden.open("wb", buffering=0) as file:
-            write_tensors(file, tensors)
+            write_tensors(file, tensors, make)
             os.fsync(file.fileno())
         hidden.replace(path)
     except OSError as error:
-        hidden.unlink(missing_ok=True)
         raise NotSaved(f"{path} could not be written: {error.strerror or error}; make room and resume") from error
+    finally:
+        hidden.unlink(missing_ok=True)
 
 
 def restore_task(task: Task, save: Save) -> None:

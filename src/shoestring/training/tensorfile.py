@@ -8,7 +8,7 @@ they go into tensors that are there already. Where strides forbid that, at most 
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -65,15 +65,24 @@ class HashedFile:
         return Written(self.bytes, self.hash.hexdigest())
 
 
-def write_tensors(file: IO[bytes], tensors: Mapping[str, Tensor]) -> Written:
-    """Named tensors -> an open, unbuffered file; at most CHUNK bytes of them are copied at a time."""
+def write_tensors(
+    file: IO[bytes], tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None
+) -> Written:
+    """Named tensors -> an open, unbuffered file; at most CHUNK bytes of them are copied at a time.
+
+    With `make(name)`, which gives one like the tensor of that name, those are written, each made when it is its turn.
+    """
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps all values aligned
     out = HashedFile(file)
     out.write(_header(names, tensors))
     for name in names:
-        for piece in pieces(tensors[name].detach()):
-            out.write(as_bytes(piece.cpu().contiguous()))
+        _write_values(out, tensors[name] if make is None else make(name))
     return out.written
+
+
+def _write_values(out: HashedFile, tensor: Tensor) -> None:
+    for piece in pieces(tensor.detach()):
+        out.write(as_bytes(piece.cpu().contiguous()))
 
 
 def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
