@@ -35,6 +35,11 @@ def task(batch=4, classes=10, size=32):
 def few_classes():
     return task(classes=3)
 
+def deep():
+    lean = task()
+    lean.model.conv = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    return lean
+
 def small_images():
     return task(size=8)
 
@@ -120,8 +125,9 @@ def test_json_is_all_that_stdout_has(train):
     assert found["finished"] and found["run"] == "runs/net.py" and found["quality_name"] == "accuracy"
 
 
-def test_the_command_that_it_prints_evaluates_the_same_weights(train, shoestring):
-    found = json.loads(train("--epochs", 2, "--average", 2, "--json").out)
+@pytest.mark.parametrize("plan", [(), ("--nonzero", 50)], ids=["dense", "sparse"])
+def test_the_command_that_it_prints_evaluates_the_same_weights(train, shoestring, plan):
+    found = json.loads(train("--epochs", 2, "--average", 2, "--json", *plan, function="deep").out)
     words = found["evaluate"].split()[1:]
     assert json.loads(shoestring(*words, "--json").out)["accuracy"] == found["best_quality"]
     for which, quality in (("averaged", "averaged_quality"), ("last", "quality")):

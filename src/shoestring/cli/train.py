@@ -3,7 +3,7 @@
 import argparse
 import shlex
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,8 +188,9 @@ def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any],
 
 def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
     """The quality of weights that a run left behind."""
+    from ..training.averaging import averaged
     from ..training.record import read_record
-    from ..training.save import load_weights, restore_task
+    from ..training.save import restore_task
 
     record, newest = read_record(folder.record_path), folder.saves.newest()
     if newest is None:
@@ -199,9 +200,9 @@ def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
     best = record.best_update if which == "best" else None
     save = newest if best is None else folder.saves.check(best)
     restore_task(lesson.lean.task, save)
-    if which == "averaged":
-        load_weights(lesson.lean.model, folder.averaged_path)
-    name, quality = lesson.evaluation.name, lesson.evaluation(lesson.lean.model)
+    model, name = lesson.lean.model, lesson.evaluation.name
+    with averaged(model, folder.averaged_path, save) if which == "averaged" else nullcontext(model) as chosen:
+        quality = lesson.evaluation(chosen)
     answer = {"run": str(folder.path), "weights": which, "update": save.update, name: quality}
     return answer, [f"{name} {quality:.4g} with the {which} weights, of update {save.update:,}"]
 
