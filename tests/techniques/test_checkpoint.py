@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from runs import distance, doubled, run
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
@@ -169,6 +170,42 @@ def test_a_batch_norm_that_is_called_twice_a_pass(strategy):
     assert same_as_plain(lambda: Chain([Normed() for _ in range(3)]), strategy)
 
 
+class Means(nn.Module):
+    """Follows the mean of what it sees in a buffer, in place or by a new one; `steps` counts its calls."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.in_place:
+                self.mean.lerp_(x.mean(), 0.1)
+                self.steps += 1
+            else:
+                self.mean, self.steps = self.mean + 0.1 * (x.mean() - self.mean), self.steps + 1
+        return torch.tanh(x)
+
+
+NORMS = {
+    "batch norm": lambda: nn.BatchNorm1d(2 * WIDTH),
+    "instance norm": lambda: nn.Sequential(
+        nn.Unflatten(1, (8, 4)), nn.InstanceNorm1d(8, track_running_stats=True), nn.Flatten()
+    ),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, 2 * WIDTH)),
+    "a mean in place": lambda: Means(True),
+    "a mean by a new buffer": lambda: Means(False),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "every-2"])
+def test_what_a_block_counts_in_its_buffers_it_counts_once(strategy, norm):
+    assert same_as_plain(lambda: Chain([Block(NORMS[norm]()) for _ in range(4)]), strategy)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_blocks_that_take_and_return_several_things(strategy):
     class Pair(Block):
@@ -277,6 +314,83 @@ def test_a_forward_that_is_not_deterministic_is_refused_by_name(strategy, change
     with pytest.raises(ShoestringError, match=r"blocks\.1.* not deterministic; leave it out of checkpointing"):
         for _ in range(3):
             lean.step(lean.task.batch)
+
+
+class Tossing(Block):
+    """Multiplies what is between its layers by numbers that no generator of torch's gives; saves more after that."""
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x)) * random.random()
+        return x + torch.tanh(self.down(hidden).relu() * 0)
+
+
+@pytest.mark.parametrize("strategy", ["residual-1", "residual-2", "residual-2*"])
+def test_other_values_are_found_where_the_last_saved_tensor_is_the_same(strategy):
+    lean = apply(task(lambda: Chain([Tossing() for _ in range(3)])), Plan(checkpoint=strategy))
+    with pytest.raises(ShoestringError, match=r"blocks\.\d.* saved other values of \(8, \d+\) .* not deterministic"):
+        lean.step(lean.task.batch)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_regions_whose_inputs_are_kept_in_16_bits_train(strategy):
+    def wide():
+        torch.manual_seed(0)
+        chain = Chain([Block() for _ in range(4)])
+        return Task(chain, classify, (torch.randn(4096, WIDTH), torch.randint(3, (4096,))), SGD(lr=0.1))
+
+    plain, lean = run(wide(), 1), run(apply(wide(), Plan(checkpoint=strategy, keep="half")).task, 1)
+    assert 0 < distance(lean.gradients[0], plain.gradients[0]) < 1e-3
+
+
+# -- hooks ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("where", ["blocks.1", "blocks.1.up", "blocks.1.down"])
+def test_a_hook_that_looks_is_called_once_a_pass(strategy, where):
+    lean = apply(task(lambda: Chain([Block() for _ in range(4)])), Plan(checkpoint=strategy))
+    seen, layer = [], lean.model.get_submodule(where)
+    layer.register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    layer.register_forward_hook(lambda module, args, kwargs, output: seen.append(kwargs), with_kwargs=True)
+    hooks = dict(layer._forward_hooks)
+    lean.step(lean.task.batch)
+    assert len(seen) == 2
+    assert layer._forward_hooks == hooks
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_hook_that_changes_the_output_is_part_of_the_block(strategy):
+    def make():
+        model = Chain([Block() for _ in range(4)])
+        model.blocks[1].up.register_forward_hook(lambda module, args, output: output * 0.5)
+        model.blocks[2].down.register_forward_pre_hook(lambda module, args: args[0].sin())
+        return model
+
+    assert same_as_plain(make, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_weight_that_a_hook_makes_is_made_again(strategy):
+    def make():
+        model = Chain([Block() for _ in range(3)])
+        prune.random_unstructured(model.blocks[1].up, "weight", 0.5)
+        nn.utils.parametrizations.weight_norm(model.blocks[2].down)
+        return model
+
+    assert same_as_plain(make, strategy)
+
+
+def test_a_hook_that_removes_itself_is_gone():
+    lean = apply(task(lambda: Chain([Block() for _ in range(3)])), Plan(checkpoint="residual-1"))
+    layer, seen = lean.model.blocks[0].up, []
+
+    def once(module, args, output):
+        seen.append(output)
+        handle.remove()
+
+    handle = layer.register_forward_hook(once)
+    for _ in range(2):
+        lean.step(lean.task.batch)
+    assert len(seen) == 1
+    assert not layer._forward_hooks
 
 
 # -- what a trace and a mode must see -------------------------------------------------------------------------------

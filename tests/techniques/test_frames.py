@@ -1,5 +1,7 @@
 """Regions that run again: what they keep, when they run, and where they stop."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from shoestring.ledger import Phase
 from shoestring.phases import current
 from shoestring.techniques.frames import Frame
 from shoestring.techniques.keeping import Whole
+from shoestring.techniques.seen import Seen
 
 
 class Counted(nn.Module):
@@ -108,8 +111,8 @@ def test_the_random_state_is_kept_only_where_it_was_drawn_from():
     drawing, still = Frame("a"), Frame("b")
     drawing.call(nn.Dropout(0.5), (leaf() * 1,), {})
     still.call(nn.Tanh(), (leaf() * 1,), {})
-    assert drawing.calls[0].state.random is not None
-    assert still.calls[0].state.random is None
+    assert list(drawing.calls[0].state.random) == [torch.device("cpu")]
+    assert not still.calls[0].state.random
 
 
 def test_a_region_whose_second_run_saves_less_is_told():
@@ -130,3 +133,174 @@ def test_an_input_that_is_changed_in_place_later_is_told():
         x.add_(1)
     with pytest.raises(ShoestringError, match="was changed in place"):
         loss.backward()
+
+
+# -- other devices --------------------------------------------------------------------------------------------------
+class Accelerator:
+    """A device module as CUDA's or XPU's, with a generator for each of two devices."""
+
+    def __init__(self):
+        self.generators, self.selected = [torch.Generator().manual_seed(seed) for seed in (1, 2)], 0
+
+    @contextmanager
+    def device(self, index):
+        before, self.selected = self.selected, index
+        yield
+        self.selected = before
+
+    def get_rng_state(self):
+        return self.generators[self.selected].get_state()
+
+    def set_rng_state(self, state):
+        self.generators[self.selected].set_state(state)
+
+
+class Far(torch.Tensor):
+    """A tensor that says that it is on the second accelerator."""
+
+    @staticmethod
+    def __new__(cls, near):
+        return torch.Tensor._make_wrapper_subclass(cls, near.shape, dtype=near.dtype, device="xpu:1")
+
+    def __init__(self, near):
+        self.near = near
+
+    __torch_dispatch__ = None
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    module = Accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    return module
+
+
+def noisy(generator):
+    return lambda x, *_: (x + torch.rand(3, generator=generator)).exp() * torch.rand(3, generator=generator)
+
+
+@pytest.mark.parametrize("place", ["the model's", "an argument's"])
+def test_random_numbers_of_another_device_are_drawn_again_and_its_generator_goes_on(accelerator, place):
+    second = accelerator.generators[1]
+    far = Far(torch.zeros(1)) if place == "an argument's" else None
+    devices = frozenset() if far is not None else frozenset({torch.device("xpu:1")})
+    x, y, plain = leaf(), leaf(), torch.Generator().manual_seed(2)
+    out = Frame("region", devices=devices).call(noisy(second), (x * 2, far), {})
+    wanted = noisy(plain)(y * 2)
+    assert torch.equal(out, wanted)
+    torch.rand(3, generator=second)  # the backward pass comes later
+    after = second.get_state()
+    out.sum().backward()
+    wanted.sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert torch.equal(second.get_state(), after)
+
+
+def test_without_its_devices_a_region_that_draws_there_is_told(accelerator):
+    loss = Frame("region").call(noisy(accelerator.generators[1]), (leaf() * 2,), {}).sum()
+    with pytest.raises(ShoestringError, match=r"region saved other values of \(3,\) when it was run again"):
+        loss.backward()
+
+
+def test_the_states_of_devices_that_were_not_drawn_from_are_dropped(accelerator):
+    both = frozenset({torch.device("xpu:0"), torch.device("xpu:1")})
+    frame = Frame("region", devices=both)
+    frame.call(noisy(accelerator.generators[0]), (leaf() * 2,), {})
+    assert list(frame.calls[0].state.random) == [torch.device("xpu:0")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_another_device_is_as_it_was(accelerator, dtype):
+    seen = []
+
+    def look(x):
+        seen.append((torch.is_autocast_enabled("xpu"), torch.get_autocast_dtype("xpu")))
+        return x.exp()
+
+    with torch.autocast("xpu", dtype):
+        loss = Frame("region", devices=frozenset({torch.device("xpu:0")})).call(look, (leaf() * 2,), {}).sum()
+    loss.backward()
+    assert seen == [(True, dtype)] * 2
+    assert not torch.is_autocast_enabled("xpu")
+
+
+# -- what a second run is compared by ---------------------------------------------------------------------------------
+def fickle(change):
+    """A function that saves two tensors, the first of which `change` is done to when it is run again."""
+    runs = []
+
+    def function(x):
+        runs.append(1)
+        x = x * 1
+        if len(runs) > 1:
+            with torch.no_grad():
+                change(x)
+        return x.sin() + x.detach().mul(0).add(1).requires_grad_().exp()
+
+    return function
+
+
+CHANGES = {
+    "one element's last bit": lambda x: x.view(-1).view(torch.int32)[5].bitwise_xor_(1),
+    "one sign": lambda x: x.view(-1)[7].neg_(),
+    "all signs": lambda x: x.neg_(),
+    "the order of rows": lambda x: x.copy_(x.flip(0)),
+    "the order of columns": lambda x: x.copy_(x.roll(1, 1)),
+    "a number to NaN": lambda x: x.view(-1)[3].fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_in_any_tensor_that_is_saved_is_told(change):
+    x = torch.linspace(1, 2, 24).view(6, 4).requires_grad_()
+    with pytest.raises(ShoestringError, match=r"saved other values of \(6, 4\) .* not deterministic"):
+        Frame("region").call(fickle(CHANGES[change]), (x,), {}).sum().backward()
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.t(),
+    "every other column": lambda t: t[:, ::2],
+    "part of each row": lambda t: t.view(256, 50, 80)[..., 10:30].transpose(0, 1),
+    "channels_last": lambda t: t.view(8, 32, 80, 50).to(memory_format=torch.channels_last),
+    "expanded": lambda t: t[:, None].expand(-1, 3, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_change_of_a_fiftieth_of_a_large_tensor_is_told_however_it_lies_in_memory(layout):
+    made = LAYOUTS[layout]
+    tensor = torch.randn(256, 4000)
+    before = Seen.of(made(tensor))
+    assert not Seen.of(made(tensor.clone())).difference(before)
+    for rows in (slice(0, 5), slice(77, 82), slice(251, 256)):
+        other = tensor.clone()
+        other[rows] += 1
+        assert "other values" in Seen.of(made(other)).difference(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool,
+                                   torch.complex64])  # fmt: skip
+def test_tensors_of_every_type_are_compared(dtype):
+    tensor = torch.tensor([0, 1, 1, 0]).to(dtype)
+    assert not Seen.of(tensor.clone()).difference(Seen.of(tensor))
+    assert Seen.of(tensor.flip(0).roll(1)).difference(Seen.of(tensor))
+    assert Seen.of(torch.zeros(4)).difference(Seen.of(tensor))
+
+
+def test_a_scalar_and_an_empty_tensor_are_compared():
+    assert Seen.of(torch.tensor(1.0)).difference(Seen.of(torch.tensor(2.0)))
+    assert not Seen.of(torch.empty(0, 3)).difference(Seen.of(torch.empty(0, 3)))
+
+
+def test_a_region_whose_input_comes_back_rounded_is_not_called_random():
+    class Rounded:
+        def __init__(self, tensor):
+            self.tensor = tensor.half().float()
+
+        def take(self):
+            return self.tensor
+
+    x = torch.linspace(1, 2, 24).requires_grad_()
+    Frame("region", keep_input=Rounded).call(torch.exp, (x * 1,), {}).sum().backward()
+    assert torch.allclose(x.grad, x.exp(), rtol=1e-3)

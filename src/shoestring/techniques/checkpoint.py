@@ -26,9 +26,12 @@ from ..errors import NoEffect, ShoestringError
 from ..task import Task
 from ..units import parse_bytes
 from .blocks import block_costs, find_blocks, patched
+from .buffers import Slot, slots_of
 from .frames import Frame
+from .hooks import looking_once
 from .lean import LeanRun, lean_run, with_lean
 from .segments import choose_segments, least_bytes
+from .states import devices_of
 
 STRATEGIES = "none, no-bn, every-M, residual-M, residual-M*, optimal, optimal-SIZE (M from 1, SIZE such as 30MB)"
 
@@ -160,20 +163,23 @@ class Regions:
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
+        devices = devices_of(model.parameters())
         with ExitStack() as stack:
             for group in self.groups:
-                region = _Region(group, lean_run())
-                for index, name in enumerate(group.names):
-                    block = partial(region.call, index)
-                    stack.enter_context(patched(model.get_submodule(name), block))
+                blocks = [model.get_submodule(name) for name in group.names]
+                stack.enter_context(looking_once({part for block in blocks for part in block.modules()}))
+                region = _Region(group, lean_run(), devices, [slots_of(block) for block in blocks])
+                for index, block in enumerate(blocks):
+                    stack.enter_context(patched(block, partial(region.call, index)))
             yield
 
 
 class _Region:
     """Blocks that follow each other, and the frame that they share in this pass."""
 
-    def __init__(self, group: Group, run: LeanRun) -> None:
-        self.names, self.nested, self.run = group.names, group.nested, run
+    def __init__(self, group: Group, run: LeanRun, devices: frozenset[torch.device], slots: list[list[Slot]]) -> None:
+        self.names, self.nested = group.names, group.nested
+        self.run, self.devices, self.slots = run, devices, slots
         self.frame: Frame | None = None
 
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
@@ -181,14 +187,15 @@ class _Region:
             return forward(*args, **kwargs)
         args, kwargs = self.run.real((args, kwargs))
         if self.frame is None or index == 0:
-            self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input)
+            self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input, self.devices)
         elif not any(map(self.frame.place, pytree.tree_leaves((args, kwargs)))):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
                 "region: use residual-1, or name the blocks that follow each other"
             )
-        return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs)
+        return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index])
 
     def _block(self, index: int, forward: Any) -> Any:
         """The block as a region of its own, inside the larger one."""
-        return lambda *args, **kwargs: Frame(self.names[index], self.run.running).call(forward, args, kwargs)
+        frame = partial(Frame, self.names[index], self.run.running, devices=self.devices)
+        return lambda *args, **kwargs: frame().call(forward, args, kwargs, self.slots[index])

@@ -7,21 +7,22 @@ their numbers, and the run is cut short when the last one is there: nothing is c
 """
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction, _len_torch_dispatch_stack
-from torch._guards import active_fake_mode
+from torch._C import DisableTorchFunction
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import ShoestringError
 from ..ledger import Phase
 from ..phases import phase
+from .buffers import Slot
 from .keeping import SECOND_BACKWARD, Kept, Whole, keep, keeping
+from .seen import Seen
+from .states import State, devices_of
 
 
 class _Complete(Exception):
@@ -59,13 +60,15 @@ class _Argument:
 
     def __init__(self, tensor: Tensor, keep_input: Callable[[Tensor], Kept]) -> None:
         self.kept: Kept | Tensor = keep_input(tensor) if tensor.requires_grad else tensor
+        self.seen = Seen.of(tensor) if tensor.requires_grad else None
 
-    def take(self) -> Tensor:
+    def take(self) -> tuple[Tensor, bool]:
+        """The tensor, and whether it has the values that were kept: a 16-bit copy has not."""
         if isinstance(self.kept, Tensor):
-            return self.kept
+            return self.kept, True
         tensor = self.kept.take()
         with DisableTorchFunction():
-            return tensor.detach().requires_grad_()
+            return tensor.detach().requires_grad_(), not Seen.of(tensor).difference(self.seen)
 
 
 class _Call(NamedTuple):
@@ -74,14 +77,14 @@ class _Call(NamedTuple):
     function: Callable
     leaves: list[Any]
     spec: Any
-    state: "_State"
+    state: State
 
 
 class Frame:
     """A region of the forward pass.
 
     `name` is for error messages, `running` the context that a second run needs, `keep_input` what is kept of what
-    comes from outside.
+    comes from outside, `devices` those that the region may draw random numbers on besides its arguments'.
     """
 
     def __init__(
@@ -89,24 +92,25 @@ class Frame:
         name: str,
         running: Callable[[], AbstractContextManager] = nullcontext,
         keep_input: Callable[[Tensor], Kept] = keep,
+        devices: frozenset[torch.device] = frozenset(),
     ) -> None:
-        self.name, self.running, self.keep_input = name, running, keep_input
+        self.name, self.running, self.keep_input, self.devices = name, running, keep_input, devices
         self.calls: list[_Call] = []
-        self.saved: list[tuple] = []  # shape and type of the saved tensors, in order
-        self.print: Tensor | None = None  # a few values of the last one
+        self.saved: list[Seen] = []  # what the saved tensors looked like, in order
         self.store: dict[int, Kept] | None = None
+        self.exact = True  # in the second run: whether its inputs are those of the first
         self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
 
     # -- the first run ------------------------------------------------------------------------------------------
-    def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs `function` as the next call of the region, keeping nothing of what it saves."""
+    def call(self, function: Callable, args: tuple, kwargs: dict, buffers: Sequence[Slot] = ()) -> Any:
+        """Runs `function`, which may change `buffers`, as the region's next call; keeps nothing of what it saves."""
         with DisableTorchFunction():  # the region's own looks at tensors are no calls of the model
             leaves, spec = pytree.tree_flatten((args, kwargs))
             written = [self._write_down(leaf) for leaf in leaves]
             entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
                        if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
+            state = State(self.devices | devices_of(leaves), buffers)
             del leaves
-            state = _State()
         with keeping(self._ticket):
             output = function(*args, **kwargs)
         with DisableTorchFunction():
@@ -136,8 +140,7 @@ class Frame:
         return self.place(leaf) or _Argument(leaf, self.keep_input)
 
     def _ticket(self, tensor: Tensor) -> Ticket:
-        self.saved.append((tensor.shape, tensor.dtype))
-        self.print = _fingerprint(tensor)
+        self.saved.append(Seen.of(tensor))
         return Ticket(self, len(self.saved) - 1)
 
     # -- the second run -----------------------------------------------------------------------------------------
@@ -167,7 +170,7 @@ class Frame:
 
     def _call_again(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
         leaves = [
-            made[leaf] if isinstance(leaf, _Place) else leaf.take() if isinstance(leaf, _Argument) else leaf
+            made[leaf] if isinstance(leaf, _Place) else self._given_back(leaf) if isinstance(leaf, _Argument) else leaf
             for leaf in call.leaves
         ]
         args, kwargs = pytree.tree_unflatten(leaves, call.spec)
@@ -176,22 +179,21 @@ class Frame:
             output = call.function(*args, **kwargs)
         return {_Place(number, place): leaf for place, leaf in enumerate(pytree.tree_leaves(output))}
 
+    def _given_back(self, argument: _Argument) -> Tensor:
+        tensor, exact = argument.take()
+        self.exact &= exact
+        return tensor
+
     def _collect(self, tensor: Tensor) -> Kept:
         assert self.store is not None
         number = len(self.store)
-        if number >= len(self.saved) or self.saved[number] != (tensor.shape, tensor.dtype):
-            wanted = tuple(self.saved[number][0]) if number < len(self.saved) else "nothing"
-            raise ShoestringError(self._different(f"{tuple(tensor.shape)} in place of {wanted}"))
+        wanted = self.saved[number] if number < len(self.saved) else None
+        if difference := Seen.of(tensor).difference(wanted, values=self.exact):
+            raise ShoestringError(self._different(difference))
         self.store[number] = Whole(tensor.detach())
         if len(self.store) == len(self.saved):
-            self._compare(tensor)
             raise _Complete
         return _NOTHING
-
-    def _compare(self, tensor: Tensor) -> None:
-        now = _fingerprint(tensor)
-        if self.print is not None and now is not None and not _same_bytes(self.print, now):
-            raise ShoestringError(self._different("other values"))
 
     def _different(self, what: str) -> str:
         return (
@@ -208,56 +210,3 @@ class _Nothing:
 
 
 _NOTHING = _Nothing()
-
-
-def _fingerprint(tensor: Tensor) -> Tensor | None:
-    """At most 16 values spread over a tensor; None where there are no values."""
-    with DisableTorchFunction():
-        if tensor.numel() == 0 or is_traced():
-            return None
-        flat = tensor.detach() if tensor.is_contiguous() else tensor.detach()[(0,) * (tensor.dim() - 1)].contiguous()
-        count = min(16, flat.numel())
-        return flat.as_strided((count,), (flat.numel() // count,)).clone()
-
-
-def is_traced() -> bool:
-    """Whether tensors are fake here, without values."""
-    return bool(_len_torch_dispatch_stack()) and active_fake_mode() is not None
-
-
-def _same_bytes(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal to the last bit, so that NaN equals NaN."""
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-class _State:
-    """Random state and autocast as they were before a call."""
-
-    def __init__(self) -> None:
-        self.random: Tensor | None = torch.get_rng_state()
-        self.autocast = _autocast()
-
-    def forget_if_unused(self) -> None:
-        """Drops the state (5 KB) where the call drew no random number."""
-        # A trace has no values, but the generator's state is real there too.
-        with _disable_current_modes() if is_traced() else nullcontext():
-            if self.random is not None and torch.equal(self.random, torch.get_rng_state()):
-                self.random = None
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        if self.random is None and self.autocast == _autocast():
-            yield
-            return
-        enabled, dtype = self.autocast
-        now = torch.get_rng_state()
-        try:
-            with torch.autocast("cpu", dtype=dtype, enabled=enabled):
-                torch.set_rng_state(now if self.random is None else self.random)
-                yield
-        finally:
-            torch.set_rng_state(now)
-
-
-def _autocast() -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")

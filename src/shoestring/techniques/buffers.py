@@ -1,0 +1,59 @@
+"""Buffers that a block changes as it runs forward: a second run begins with those of the first, and changes none."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+COPIED_BYTES = 1 << 20  # of larger buffers, such as tables of positions, no copy is made before the first run
+
+
+class Slot(NamedTuple):
+    """The place of a buffer: the module's buffers, and its name there."""
+
+    home: dict[str, Tensor | None]
+    name: str
+
+    def mark(self) -> tuple[int, int]:
+        """Another number each time the buffer is changed, in place or for a new one."""
+        buffer = self.home.get(self.name)
+        return id(buffer), -1 if buffer is None else buffer._version
+
+
+def slots_of(module: nn.Module) -> list[Slot]:
+    """A block -> the places of its buffers, but for those of batch norms: the lean run sees that they count once."""
+    inside = (part for part in module.modules() if not isinstance(part, nn.modules.batchnorm._BatchNorm))
+    return [Slot(part._buffers, name) for part in inside for name in part._buffers]
+
+
+class Buffers:
+    """Buffers as they are now."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.kept = [(slot, slot.mark(), _copy(slot)) for slot in slots]
+
+    def forget_unchanged(self) -> None:
+        self.kept = [(slot, mark, copy) for slot, mark, copy in self.kept if slot.mark() != mark]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Copies stand in for the buffers inside the context; what is done to them is nobody's."""
+        buffers = [(slot, slot.home.get(slot.name)) for slot, *_ in self.kept]
+        for (slot, buffer), (*_, copy) in zip(buffers, self.kept, strict=True):
+            slot.home[slot.name] = copy if copy is not None or buffer is None else buffer.clone()
+        try:
+            yield
+        finally:
+            for slot, buffer in buffers:
+                slot.home[slot.name] = buffer
+
+
+def _copy(slot: Slot) -> Tensor | None:
+    buffer = slot.home.get(slot.name)
+    if buffer is None or buffer.dtype == torch.bool or buffer.nbytes > COPIED_BYTES:
+        return None
+    return buffer.detach().clone()
