@@ -65,7 +65,9 @@ def run(task: Task, steps: int = 2, seed: int = 1) -> Run:
 
 def weights(model: nn.Module) -> list[Tensor]:
     """Copies of a model's parameters; those of sparse layers with all their zeros."""
-    return [parameter.detach().clone() for parameter in convert_to_dense(model).parameters()]
+    sparse = any(isinstance(module, SparseLayer) for module in model.modules())
+    dense = convert_to_dense(model) if sparse else model  # which copies it, and not every model can be copied
+    return [parameter.detach().clone() for parameter in dense.parameters()]
 
 
 def doubled(task: Task) -> Task:

@@ -195,6 +195,7 @@ NORMS = {
         nn.Unflatten(1, (8, 4)), nn.InstanceNorm1d(8, track_running_stats=True), nn.Flatten()
     ),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2 * WIDTH, 2 * WIDTH)),
+    "spectral norm by a hook": lambda: nn.utils.spectral_norm(nn.Linear(2 * WIDTH, 2 * WIDTH)),
     "a mean in place": lambda: Means(True),
     "a mean by a new buffer": lambda: Means(False),
 }

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
+from ..turns import turn
 from .sparse import coo
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
@@ -79,6 +80,7 @@ def faked(model: nn.Module, faker: Faker) -> Iterator[None]:
     """
     check_can_be_faked(model)
     with ExitStack() as stack:
+        stack.enter_context(turn(model, "examined"))
         for parameter in model.parameters():
             stack.callback(setattr, parameter, "grad", parameter.grad)
         for module in list(model.modules()):

@@ -1,5 +1,6 @@
 """The blocks of a model: repeated children of a Sequential or ModuleList; what each of them saves and costs."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
@@ -59,9 +60,13 @@ def _named(model: nn.Module, names: tuple[str, ...]) -> list[list[str]]:
 
 @contextmanager
 def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Iterator[None]:
-    """The module's calls go to `call(forward, args, kwargs)` inside the context."""
-    forward, own = module.forward, "forward" in vars(module)
-    module.forward = lambda *args, **kwargs: call(forward, args, kwargs)  # type: ignore[method-assign]
+    """The module's calls go to `call(forward, args, kwargs)` inside the context; other threads' calls do not."""
+    forward, own, thread = module.forward, "forward" in vars(module), threading.get_ident()
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        return call(forward, args, kwargs) if threading.get_ident() == thread else forward(*args, **kwargs)
+
+    module.forward = answer  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ The first rule that fits decides. Parameters, buffers and what the model is call
 they are, and so is what is small.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -175,6 +176,7 @@ class Place(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.paths = {id(module): path for path, module in model.named_modules()}
+        self.thread = threading.get_ident()  # hooks for all modules are called in every thread
         self.modules = [""]
         self.operation = ""
         self.held = {_number(t) for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided}
@@ -196,6 +198,8 @@ class Place(TorchFunctionMode):
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
         if len(self.modules) == 1 and current() != Phase.RECOMPUTE:  # what the model is called with is the caller's
             inputs = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor) and not a.requires_grad]
             self.inputs += [StorageWeakRef(tensor.untyped_storage()) for tensor in inputs]
@@ -203,7 +207,8 @@ class Place(TorchFunctionMode):
         self.modules.append(self.paths.get(id(module), self.module))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.modules.pop()
+        if threading.get_ident() == self.thread:
+            self.modules.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         outer, self.operation = self.operation, getattr(func, "__name__", "")

@@ -1,5 +1,6 @@
 """`apply(task, plan) -> LeanTask`: the task with a plan's techniques in force, ready to step."""
 
+import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from ..task import Task
 from ..techniques import REGISTRY
 from .budget import tensors_in
 from .step import Stepper
+
+_making = threading.Lock()  # of a stepper: two would be two optimizers
 
 
 class LeanTask:
@@ -26,9 +29,10 @@ class LeanTask:
     @property
     def stepper(self) -> Stepper:
         """Made with the first step, so that a task that is only profiled allocates no optimizer."""
-        if self._stepper is None:
-            self._stepper = Stepper(self.task)
-        return self._stepper
+        with _making:
+            if self._stepper is None:
+                self._stepper = Stepper(self.task)
+            return self._stepper
 
     def again(self, task: Task, plan: Plan) -> "LeanTask":
         """The same model and optimizer, in the middle of a run, under another task and plan."""

@@ -14,6 +14,7 @@ from ..ledger import Phase
 from ..optimizers import make
 from ..phases import phase
 from ..task import Task
+from ..turns import turn
 from .finite import Buffers, Skipping, check_finite, first_not_finite
 
 
@@ -41,6 +42,10 @@ class Stepper:
 
     def run(self, pieces: Sequence[Any], counts: Sequence[int]) -> Tensor:
         """One update from microbatches and the number of items in each: each weighs by its share of them."""
+        with turn(self.task.model, "trained"):
+            return self._run(pieces, counts)
+
+    def _run(self, pieces: Sequence[Any], counts: Sequence[int]) -> Tensor:
         total = sum(counts)
         if total == 0:
             raise ShoestringError("the batch holds no items: pass at least one")
