@@ -1,12 +1,14 @@
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
 
 from shoestring import SGD, Adam, ShoestringError, Task
+from shoestring.items import counted
 from shoestring.ledger import Phase
 from shoestring.phases import listen
 from shoestring.profiling import profile
-from shoestring.task import first_tensor
 from shoestring.training.step import Stepper
 
 
@@ -33,6 +35,10 @@ def parameters_after(task: Task, batch) -> list[torch.Tensor]:
         ({"model": nn.Linear}, "needs an nn.Module, not type"),
         ({"loss": 0.5}, "needs a loss"),
         ({"optimizer": 0.1}, "needs optimizer settings"),
+        ({"reduction": "max"}, "reduction is 'mean' or 'sum', not 'max'"),
+        ({"microbatches": 4}, "not 4: a plan has their size"),
+        ({"shared": "mask"}, r"a list of names or a function, not 'mask': pass shared=\['mask'\]"),
+        ({"shared": 3}, "a list of names or a function, not 3"),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_refused(change, words):
@@ -46,14 +52,37 @@ def test_a_changed_task_leaves_the_first_as_it_was():
     assert task.clip is None
 
 
+def test_what_is_said_of_a_loss_is_not_said_of_another():
+    task = make(microbatches=True)
+    assert task.with_(clip=1.0).microbatches is True
+    assert task.with_(loss=lambda model, batch: model(batch).sum()).microbatches is None
+    assert task.with_(loss=loss, microbatches=True).microbatches is True
+
+
 def test_items_are_the_first_dimension_of_the_first_tensor_unless_told():
     assert make().count({"weight": torch.tensor(1.0), "rows": [torch.zeros(5, 3)]}) == 5
     assert make(items=lambda batch: batch.numel()).count(torch.zeros(5, 3)) == 15
 
 
+def test_items_of_labelled_tokens_are_the_labels_that_are_not_ignored():
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "labels": labels}
+    assert make().count(batch) == 3
+    assert make(padding=7).count(batch) == 2
+    assert make(shared=["labels"]).count(batch) == 2
+    assert make().count({"x": torch.zeros(2, 3), "labels": torch.tensor([1, -100])}) == 2  # a class each: examples
+    assert make().count({"x": torch.zeros(2, 3), "labels": torch.zeros(2, 9)}) == 2  # scores, not classes
+
+
+def test_what_is_shared_does_not_count_the_examples():
+    batch = {"mask": torch.zeros(9, 9), "rows": torch.zeros(5, 3)}
+    assert make(shared=["mask"]).count(batch) == 5
+    assert make(shared=lambda path, value: path == "mask").count(batch) == 5
+
+
 def test_a_batch_without_a_dimension_asks_for_items():
     with pytest.raises(ShoestringError, match=r"items\(batch\)"):
-        first_tensor(("words", torch.tensor(1.0)))
+        counted(("words", torch.tensor(1.0)))
 
 
 @pytest.mark.parametrize(
@@ -111,6 +140,50 @@ def test_unequal_microbatches_weigh_by_their_items():
         torch.testing.assert_close(a, b, rtol=0, atol=1e-15)
 
 
+def test_losses_that_are_sums_are_added_as_they_are():
+    def summed(**changes):
+        return make(loss=lambda model, batch: model(batch).square().sum(), optimizer=SGD(lr=1e-3), **changes)
+
+    once = parameters_after(summed(), make().batch)
+    parts = parameters_after(summed(reduction="sum", split=lambda batch: batch.split(3)), make().batch)
+    for a, b in zip(once, parts, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_a_piece_without_items_is_not_run():
+    labels = torch.tensor([1, 0, -100, -100])
+
+    def masked(**changes):
+        return make(
+            batch=(torch.randn(4, 4), labels),
+            loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+            items=lambda batch: int((batch[1] != -100).sum()),
+            **changes,
+        )
+
+    halves = masked(split=lambda batch: zip(*(part.split(2) for part in batch), strict=True))
+    for a, b in zip(parameters_after(masked(), masked().batch), parameters_after(halves, halves.batch), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-7)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor | None
+    scores: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Output, lambda loss, scores: {"loss": loss, "s": scores}], ids=["object", "dict"])
+def test_a_loss_may_return_an_output_that_has_it(kind):
+    def output(model, batch):
+        scores = model(batch)
+        return kind(scores.square().mean(), scores)
+
+    task, plain = make(loss=output), make()
+    for a, b in zip(parameters_after(task, task.batch), parameters_after(plain, plain.batch), strict=True):
+        assert torch.equal(a, b)
+    assert profile(task).peak_bytes >= profile(plain).peak_bytes
+
+
 def test_the_gradient_is_clipped_to_its_norm_before_the_update():
     task = make(clip=1e-3, optimizer=SGD(lr=1.0))
     before = [p.detach().clone() for p in task.model.parameters()]
@@ -155,7 +228,10 @@ def test_a_listener_hears_the_phases_in_order():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"loss": lambda model, batch: 3.0}, "the loss is float, not a tensor"),
+        ({"loss": lambda model, batch: 3.0}, "the loss is float, not a tensor: return the mean"),
+        ({"loss": lambda model, batch: (model(batch).mean(), 3)}, r"is tuple, not a tensor: return .* output\[0\]"),
+        ({"loss": lambda model, batch: Output(None, model(batch))}, "Output, .* `loss` is empty, so pass the labels"),
+        ({"loss": lambda model, batch: {"a": model(batch).mean()}}, r"is dict, .* such as sum\(losses.values\(\)\)"),
         ({"loss": lambda model, batch: model(batch)}, r"the loss has shape \(8, 2\)"),
         ({"loss": lambda model, batch: batch.sum()}, "does not depend on any trainable parameter"),
         ({"model": nn.ReLU()}, "no parameter that requires a gradient"),

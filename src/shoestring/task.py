@@ -1,15 +1,15 @@
 """Task: a model, its loss, a batch and an optimizer: all that a training step needs, and nothing else."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from .errors import ShoestringError
+from .items import Shared, usual
 from .optimizers import remade
 
 
@@ -47,7 +47,8 @@ class Adam:
         return kind(parameters, lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
-Loss = Callable[[nn.Module, Any], Tensor]
+Loss = Callable[[nn.Module, Any], Any]  # a tensor, or an output object that has it as `loss`
+REDUCTIONS = ("mean", "sum")
 # A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
 Context = Callable[[nn.Module], AbstractContextManager]
 # Called with the stepper (training/step.py) after each update of a run, never in a trace; may return what is to be
@@ -70,6 +71,12 @@ class Task:
     A step whose loss or gradient is not finite changes nothing: `on_nonfinite` says whether it raises `Diverged` or is
     skipped.
 
+    What microbatches must know of the loss and the batch (docs/techniques/microbatch.md):
+    `reduction` is "sum" for a loss that is the sum over the items and not their mean;
+    `microbatches` is False for a loss that is neither, and True for one that is known to be: it is not checked then;
+    `shared` names what belongs to all examples at once and is not cut, such as a mask of (length, length): a collection
+    of names, or a function of a leaf's path and value.
+
     The remaining fields are what techniques change:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
     `contexts` are entered around each microbatch's forward and backward pass, outermost first;
@@ -87,6 +94,9 @@ class Task:
     name: str = ""
     on_nonfinite: str = "raise"  # or "skip"
     clip: float | None = None
+    reduction: str = "mean"
+    microbatches: bool | None = None
+    shared: Shared = ()
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
     after_update: tuple[Hook, ...] = ()
@@ -112,23 +122,54 @@ class Task:
 
         if self.on_nonfinite not in ("raise", "skip"):
             raise ShoestringError(f"on_nonfinite={self.on_nonfinite!r} is not known: use 'raise' or 'skip'")
+        if self.reduction not in REDUCTIONS:
+            raise ShoestringError(f"a Task's reduction is {' or '.join(map(repr, REDUCTIONS))}, not {self.reduction!r}")
+        if self.microbatches not in (None, True, False):
+            raise ShoestringError(
+                f"a Task's microbatches are True (they add up), False (they do not) or None (find out), "
+                f"not {self.microbatches!r}: a plan has their size"
+            )
+        if isinstance(self.shared, str) or not (callable(self.shared) or isinstance(self.shared, Collection)):
+            raise ShoestringError(
+                f"a Task's shared tensors are a list of names or a function, not {self.shared!r}: pass shared=['mask']"
+            )
+        if not callable(self.shared):
+            object.__setattr__(self, "shared", tuple(self.shared))
 
     def with_(self, **changes: Any) -> "Task":
-        """The same task with some fields changed."""
+        """The same task with some fields changed; what was said of a loss's microbatches does not hold for another."""
+        if "loss" in changes:
+            changes = {"microbatches": None} | changes
         return replace(self, **changes)
 
     def count(self, batch: Any) -> int:
-        """The number of items in a batch: `items(batch)`, or the first dimension of its first tensor."""
-        if self.items is not None:
-            return int(self.items(batch))
-        return first_tensor(batch).shape[0]
+        """The number of items in a batch: `items(batch)`; or its labels that are not -100, or else its examples."""
+        count = self.items if self.items is not None else usual(batch, self.padding, self.shared)
+        return int(count(batch))
+
+    def weights(self, pieces: Sequence[Any]) -> list[float]:
+        """What the loss of each piece of a batch counts for: its share of the items, or 1 where losses are sums."""
+        counts = [self.count(piece) for piece in pieces]
+        if not sum(counts):
+            raise ShoestringError("the batch holds no items: pass at least one")
+        return [1.0 if self.reduction == "sum" else count / sum(counts) for count in counts]
+
+    def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss as a tensor, also where `loss` returns an output object that has it as `loss`."""
+        returned = self.loss(model, batch)
+        if isinstance(returned, Tensor):
+            return returned
+        found = returned.get("loss") if isinstance(returned, Mapping) else getattr(returned, "loss", None)
+        if isinstance(found, Tensor):
+            return found
+        raise ShoestringError(f"the loss is {type(returned).__name__}, not a tensor: {_hint(returned)}")
 
 
-def first_tensor(batch: Any) -> Tensor:
-    """The first tensor found in a batch of any structure."""
-    for leaf in pytree.tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > 0:
-            return leaf
-    raise ShoestringError(
-        "the batch holds no tensor with a first dimension: give Task an `items(batch)` function"
-    )
+def _hint(returned: Any) -> str:
+    if hasattr(returned, "loss"):
+        return "its `loss` is empty, so pass the labels to the model"
+    if isinstance(returned, Mapping):
+        return "return the mean loss of the batch, such as sum(losses.values())"
+    if isinstance(returned, tuple | list):
+        return "return the one of its parts that is the loss, such as output[0]"
+    return "return the mean loss of the batch"

@@ -1,5 +1,6 @@
 """Microbatches: what a piece is, and that pieces add up to the batch."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from shoestring.errors import NoEffect
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, random_pairs, translation_loss
 from shoestring.techniques import microbatch
-from shoestring.techniques.microbatch import ByExamples, ByTokens, sentence_lengths, trim
+from shoestring.techniques.pieces import ByExamples, ByTokens, sentence_lengths, trim
 from shoestring.techniques.risk import Risk
 from shoestring.tokens import PAD
 
@@ -39,6 +40,62 @@ def test_pieces_are_views_of_the_batch_and_the_last_is_what_remains():
     assert torch.equal(torch.cat([piece["y"] for piece in pieces]), labels)
     assert pieces[1]["x"].untyped_storage().data_ptr() == images.untyped_storage().data_ptr()
     assert all(piece["scale"] == 2 and piece["name"] == "n" for piece in pieces)
+
+
+# -- what is cut ----------------------------------------------------------------------------------------------------
+def first_piece(batch, shared=()):
+    return next(iter(ByExamples(2, shared=shared)(batch)))
+
+
+def test_a_mask_as_long_as_the_batch_is_cut_unless_it_is_named_as_shared():
+    batch = {"ids": torch.zeros(4, 4), "inner": {"mask": torch.ones(4, 4)}}
+    assert first_piece(batch)["inner"]["mask"].shape == (2, 4)
+    by_function = lambda path, value: path == "inner.mask" and value.shape == (4, 4)  # noqa: E731
+    for shared in (["mask"], ["inner.mask"], ["inner"], by_function):
+        piece = first_piece(batch, shared)
+        assert piece["inner"]["mask"] is batch["inner"]["mask"]
+        assert piece["ids"].shape == (2, 4)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_lists_with_an_entry_for_each_example_are_cut(kind):
+    boxes = kind(torch.zeros(n, 4) for n in (1, 3, 2))
+    batch = {"x": torch.zeros(3, 5), "ids": kind("abc"), "boxes": boxes, "sizes": np.arange(3), "pair": kind([7, 8])}
+    piece = first_piece(batch)
+    assert piece["ids"] == kind("ab") and piece["boxes"] == boxes[:2] and piece["sizes"].tolist() == [0, 1]
+    assert piece["pair"] == batch["pair"]
+    assert first_piece(batch, ["ids", "boxes"])["ids"] == kind("abc")
+
+
+def test_a_list_of_columns_is_no_list_of_examples():
+    x, y, z = torch.zeros(2, 3), torch.zeros(2), torch.ones(2, 1)
+    piece = next(iter(ByExamples(1)([x, y])))  # a DataLoader's batch of two examples
+    assert [tuple(part.shape) for part in piece] == [(1, 3), (1,)]
+    piece = next(iter(ByExamples(1)({"x": x, "more": [y, z]})))
+    assert [tuple(part.shape) for part in piece["more"]] == [(1,), (1, 1)]
+
+
+def test_what_broadcasts_goes_to_each_piece():
+    batch = {"x": torch.zeros(4, 3), "positions": torch.zeros(1, 3), "scale": torch.tensor(2.0), "flag": True}
+    piece = first_piece(batch)
+    assert all(piece[name] is batch[name] for name in ("positions", "scale", "flag"))
+
+
+def test_a_tensor_that_does_not_match_the_batch_is_refused_by_its_path():
+    batch = {"x": torch.zeros(4, 3), "loss": {"weights": torch.ones(10)}}
+    task = Task(nn.Linear(3, 1), lambda m, b: m(b["x"]).mean(), batch, SGD())
+    words = r"4 examples, by the first dimension of batch 'x', and batch 'loss.weights' has 10, .*shared=\['weights'\]"
+    with pytest.raises(ShoestringError, match=words):
+        apply(task, Plan(microbatch=2))
+    lean = apply(task.with_(shared=["weights"]), Plan(microbatch=2))
+    assert [len(piece["loss"]["weights"]) for piece in lean.task.split(batch)] == [10, 10]
+
+
+def test_a_name_that_nothing_in_the_batch_has_is_refused():
+    batch = {"x": torch.zeros(4, 3), "mask": torch.ones(3)}
+    task = Task(nn.Linear(3, 1), lambda m, b: m(b["x"]).mean(), batch, SGD(), shared=["maks", "mask"])
+    with pytest.raises(ShoestringError, match="names 'maks', and the batch has only x, mask"):
+        apply(task, Plan(microbatch=2))
 
 
 def test_pieces_of_unequal_size_add_up_to_the_batch():
@@ -80,11 +137,32 @@ def test_the_next_sentence_would_not_have_fitted():
 
 def test_columns_that_are_padding_throughout_are_left_out_of_a_piece():
     ids = torch.tensor([[5, 6, 7, PAD], [5, 6, PAD, PAD]])
-    labels, mask = torch.tensor([[6, 7, PAD, PAD], [6, PAD, PAD, PAD]]), torch.ones(2, 4)
+    labels, mask = torch.tensor([[6, 7, PAD, PAD], [6, PAD, PAD, PAD]]), ids != PAD
     trimmed = trim((ids, labels, mask, torch.ones(2)), PAD)
     assert [tuple(t.shape) for t in trimmed] == [(2, 3), (2, 3), (2, 3), (2,)]
     assert torch.equal(trimmed[0], ids[:, :3])
     assert trimmed[1].is_contiguous()
+
+
+def test_labels_that_are_ignored_and_holes_of_a_mask_are_no_tokens():
+    ids = torch.tensor([[5, 6, 7, PAD], [5, 6, PAD, PAD]])
+    batch = {"ids": ids, "labels": ids.masked_fill(ids == PAD, -100), "attention_mask": (ids != PAD).long()}
+    assert sentence_lengths(batch, PAD) == [3, 2]
+    assert [t.shape[1] for t in trim(batch, PAD).values()] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.arange(12.0).view(3, 4), torch.zeros(3, 2, 4), torch.ones(4, 4), torch.arange(4)[None]],
+    ids=["features", "a tensor of three dimensions", "a mask for all", "positions"],
+)
+def test_columns_are_left_alone_where_another_tensor_has_as_many(other):
+    ids = torch.tensor([[5, 6, 7, PAD], [5, 6, PAD, PAD], [5, PAD, PAD, PAD]])
+    pieces = list(ByTokens(4, PAD, ("other",))({"ids": ids, "other": other} if len(other) == 4 else (ids, other)))
+    assert len(pieces) == 3  # what is not cut off is counted
+    for piece in pieces:
+        found, beside = piece.values() if isinstance(piece, dict) else piece
+        assert found.shape == (1, 4) and beside.shape[-1] == other.shape[-1]
 
 
 def test_labels_beyond_the_sentence_keep_their_column():

@@ -7,17 +7,16 @@ from torch import nn
 
 from shoestring import Adam, Task
 from shoestring.errors import ShoestringError
+from shoestring.randomness import RandomState, seeded
 from shoestring.training.save import Saves, restore_task
 from shoestring.training.state import (
     ModelState,
     OptimizerState,
     Parts,
-    RandomState,
     find_stateful,
     fingerprint,
     model_tensors,
     pack,
-    seeded,
 )
 
 

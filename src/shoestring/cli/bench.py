@@ -93,14 +93,14 @@ def build(task: "Task", plan: "Plan") -> "LeanTask":
 def measured_peak(task: "Task", plan: "Plan") -> int:
     """The peak of building the model and two steps, the batch included, as the allocator meter reads it."""
     from ..measuring.allocator import measure_allocator
-    from ..training.budget import tensors_in
+    from ..structure import tensors
 
     def two_steps() -> None:
         lean = build(task, plan)
         for _ in range(2):
             lean.step(task.batch)
 
-    return measure_allocator(two_steps, tensors_in(task.batch)).peak_bytes
+    return measure_allocator(two_steps, tensors(task.batch)).peak_bytes
 
 
 def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: list[str]) -> dict[str, float]:

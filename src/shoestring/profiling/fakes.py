@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
+from ..structure import mapped
 from ..turns import turn
 from .sparse import coo
 
@@ -35,10 +35,12 @@ class Faker:
     def tree(self, real: Any) -> Any:
         """A tensor, or a structure that holds some, such as a batch -> its fake; the same for the same."""
         if id(real) not in self._twins:
-            is_tensor = isinstance(real, Tensor)
-            fake = self._tensor(real) if is_tensor else pytree.tree_map_only(Tensor, self.tree, real)
+            fake = self._tensor(real) if isinstance(real, Tensor) else mapped(self._leaf, real)
             self._twins[id(real)] = real, fake
         return self._twins[id(real)][1]
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self.tree(leaf) if isinstance(leaf, Tensor) else leaf
 
     def forget(self) -> None:
         """Lets go of all fakes, so that they live as long as their users want them."""

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
 from ..signature import Bound, Signature
+from ..structure import tensors
 from ..task import Task
 from ..training.step import Stepper
 from ..units import format_bytes
@@ -113,7 +113,7 @@ def profile(
     microbatch alone. Its FLOPs are those of what it ran.
     """
     pieces = list(task.split(task.batch))
-    counts = [task.count(piece) for piece in pieces]
+    weights = task.weights(pieces)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, _device(task))
     batch, fakes = faker.tree(task.batch), faker.tree(pieces)  # the batch outlives its pieces
@@ -122,36 +122,36 @@ def profile(
     with _told_clearly(task), torch.random.fork_rng(devices=[]), faked(task.model, faker):
         faker.forget()
         with mode, listen(tracer.enter_phase):
-            for tensor in _tensors([batch, fakes]):
+            for tensor in tensors([batch, fakes]):
                 tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
             with tracer.inside(task.model):
                 if brief:
-                    _brief_step(task, tracer, fakes, counts)
+                    _brief_step(task, tracer, fakes, weights)
                 else:
-                    _steps(task, tracer, fakes, counts, steps)
+                    _steps(task, tracer, fakes, weights, steps)
         for path, parameter in parameters:
             if isinstance(parameter.grad, FakeTensor):
                 tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
     return _summarise(task, tracer)
 
 
-def _steps(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int], steps: int) -> None:
+def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
     """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
     stepper = Stepper(task.with_(after_update=()))  # they change weights that a trace does not have
     for _ in range(steps):
         tracer.flops = dict.fromkeys(Phase, 0)
-        stepper.run(pieces, counts)
+        stepper.run(pieces, weights)
         _claim_state(task, tracer, stepper)
 
 
-def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int]) -> None:
+def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
     """Runs the largest microbatches of a step under the tracer, as if others had been before."""
     stepper = Stepper(task.with_(after_update=()))
     uses_up = bool(getattr(stepper.optimizer, "contexts", ()))  # gradients, as they are made
-    chosen, shares = _largest(pieces), [count / sum(counts) for count in counts]
+    chosen = _largest(pieces)
     stepper.begin(len(pieces))
     if uses_up:
-        stepper.one_pass(pieces[chosen[0]], shares[chosen[0]])
+        stepper.one_pass(pieces[chosen[0]], weights[chosen[0]])
     else:
         _give_gradients(task, tracer)
     _update(stepper)
@@ -160,7 +160,7 @@ def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], counts: list[int]
         _give_gradients(task, tracer)
     tracer.flops = dict.fromkeys(Phase, 0)
     _note_losses(tracer, chosen[0])
-    losses = [stepper.one_pass(pieces[number], shares[number]) for number in chosen]
+    losses = [stepper.one_pass(pieces[number], weights[number]) for number in chosen]
     _note_losses(tracer, len(pieces) - chosen[0] - len(chosen))
     _update(stepper)
     del losses  # a step holds them to its end
@@ -171,7 +171,7 @@ def _largest(pieces: list[Any]) -> list[int]:
 
     Where the largest is the first, which finds no gradients yet, the largest of the others is there as well.
     """
-    shapes = [[t.shape for t in _tensors(piece)] for piece in pieces]
+    shapes = [[t.shape for t in tensors(piece)] for piece in pieces]
     elements = [sum(map(torch.Size.numel, piece)) for piece in shapes]
     rows = [max((shape[-1] for shape in piece if len(shape) > 1), default=0) for piece in shapes]
     most = max(range(len(pieces)), key=lambda n: (elements[n], n))
@@ -202,7 +202,7 @@ def _give_gradients(task: Task, tracer: Tracer) -> None:
 def _claim_state(task: Task, tracer: Tracer, stepper: Stepper) -> None:
     homes: dict[Tensor, str] = {parameter: home(path) for path, parameter in task.model.named_parameters()}
     for parameter, state in stepper.optimizer.state.items():
-        for tensor in _tensors(state):
+        for tensor in tensors(state):
             tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
 
 
@@ -274,14 +274,9 @@ def _unmeasured(uncalibrated: int, bounds: list[Bound]) -> list[str]:
 def _device(task: Task) -> torch.device:
     """The device that the step would run on; meta stands for wherever the batch is."""
     homes = {t.device for t in task.model.parameters()} | {t.device for t in task.model.buffers()}
-    homes |= {tensor.device for tensor in _tensors(task.batch)}
+    homes |= {tensor.device for tensor in tensors(task.batch)}
     homes = {home for home in homes if home.type != "meta"}
     if len(homes) > 1:
         names = ", ".join(sorted(map(str, homes)))
         raise ShoestringError(f"the model and the batch are on different devices ({names}): move them to one")
     return homes.pop() if homes else torch.device("cpu")
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in a structure of any kind."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

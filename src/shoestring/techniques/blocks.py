@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ShoestringError
 from ..profiling import flops  # noqa: F401 - the formulas of our own operators
 from ..profiling.fakes import Faker, faked
+from ..structure import tensors
 from ..task import Task
 from .keeping import Whole, keeping
 from .segments import BlockCost
@@ -87,13 +87,12 @@ def block_costs(task: Task, names: list[str]) -> list[BlockCost]:
             stack.enter_context(context(task.model))
         for name in names:
             stack.enter_context(patched(task.model.get_submodule(name), partial(_measure, costs, name)))
-        task.loss(task.model, batch)
+        task.loss_of(task.model, batch)
     return [costs[name] for name in names if name in costs]
 
 
 def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, kwargs: dict) -> Any:
-    inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in pytree.tree_leaves((args, kwargs))
-              if isinstance(t, Tensor)}  # fmt: skip
+    inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors((args, kwargs))}
     inside: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Whole:

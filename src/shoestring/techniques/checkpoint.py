@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import NoEffect, ShoestringError
+from ..structure import leaves
 from ..task import Task
 from ..units import parse_bytes
 from .blocks import block_costs, find_blocks, patched
@@ -188,7 +188,7 @@ class _Region:
         args, kwargs = self.run.real((args, kwargs))
         if self.frame is None or index == 0:
             self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input, self.devices)
-        elif not any(map(self.frame.place, pytree.tree_leaves((args, kwargs)))):
+        elif not any(map(self.frame.place, leaves((args, kwargs)))):
             raise ShoestringError(
                 f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
                 "region: use residual-1, or name the blocks that follow each other"

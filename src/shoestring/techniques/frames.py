@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
-from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
 from ..ledger import Phase
 from ..phases import phase
+from ..structure import Rebuild, flatten
+from ..structure import leaves as leaves_of
 from .buffers import Slot
 from .keeping import SECOND_BACKWARD, Kept, Whole, keep, keeping
 from .seen import Seen
@@ -76,7 +77,7 @@ class _Call(NamedTuple):
 
     function: Callable
     leaves: list[Any]
-    spec: Any
+    rebuild: Rebuild
     state: State
 
 
@@ -105,7 +106,7 @@ class Frame:
     def call(self, function: Callable, args: tuple, kwargs: dict, buffers: Sequence[Slot] = ()) -> Any:
         """Runs `function`, which may change `buffers`, as the region's next call; keeps nothing of what it saves."""
         with DisableTorchFunction():  # the region's own looks at tensors are no calls of the model
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, rebuild = flatten((args, kwargs))
             written = [self._write_down(leaf) for leaf in leaves]
             entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
                        if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
@@ -116,10 +117,10 @@ class Frame:
         with DisableTorchFunction():
             state.forget_if_unused()
             self._check_unchanged(entered)
-            for number, leaf in enumerate(pytree.tree_leaves(output)):
+            for number, leaf in enumerate(leaves_of(output)):
                 if isinstance(leaf, Tensor):
                     self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
-        self.calls.append(_Call(function, written, spec, state))
+        self.calls.append(_Call(function, written, rebuild, state))
         return output
 
     def _check_unchanged(self, entered: list[tuple[Tensor, int]]) -> None:
@@ -173,11 +174,11 @@ class Frame:
             made[leaf] if isinstance(leaf, _Place) else self._given_back(leaf) if isinstance(leaf, _Argument) else leaf
             for leaf in call.leaves
         ]
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        args, kwargs = call.rebuild(leaves)
         del leaves
         with call.state.restored():
             output = call.function(*args, **kwargs)
-        return {_Place(number, place): leaf for place, leaf in enumerate(pytree.tree_leaves(output))}
+        return {_Place(number, place): leaf for place, leaf in enumerate(leaves_of(output))}
 
     def _given_back(self, argument: _Argument) -> Tensor:
         tensor, exact = argument.take()

@@ -124,7 +124,7 @@ def _learn(task: Task, piece: Any) -> Patterns:
     with faked(task.model, faker), mode:
         names = {id(p): name for name, p in task.model.named_parameters()}
         with recorder.following():
-            task.loss(task.model, batch)
+            task.loss_of(task.model, batch)
         return _patterns(recorder, names)
 
 

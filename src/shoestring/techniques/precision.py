@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import ShoestringError
+from ..structure import mapped
 from ..task import Task
 from .blocks import patched
 from .lean import with_lean
@@ -129,4 +129,4 @@ class Entry:
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Floating tensors of any structure -> the same in `dtype`."""
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    return mapped(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, tree)

@@ -23,12 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from ..errors import NoEffect, ShoestringError
 from ..ledger import Phase
 from ..phases import current
 from ..profiling.fakes import Faker, faked
+from ..structure import tensors
 from ..task import Task
 from .codecs import CODECS, View
 from .keeping import Keeper, Kept, Once, Shared, Whole, keeping
@@ -201,7 +201,7 @@ class Place(TorchFunctionMode):
         if threading.get_ident() != self.thread:
             return
         if len(self.modules) == 1 and current() != Phase.RECOMPUTE:  # what the model is called with is the caller's
-            inputs = [a for a in pytree.tree_leaves(args) if isinstance(a, Tensor) and not a.requires_grad]
+            inputs = [tensor for tensor in tensors(args) if not tensor.requires_grad]
             self.inputs += [StorageWeakRef(tensor.untyped_storage()) for tensor in inputs]
             self.held |= {_number(tensor) for tensor in inputs}
         self.modules.append(self.paths.get(id(module), self.module))
@@ -249,6 +249,6 @@ def _forward(task: Task) -> Iterator[list[Saver]]:
     batch = faker.tree(next(iter(task.split(task.batch))))
     with faked(task.model, faker), mode, ExitStack() as stack:
         entered = [stack.enter_context(context(task.model)) for context in task.contexts]
-        loss = task.loss(task.model, batch)
+        loss = task.loss_of(task.model, batch)
         yield [saver for saver in entered if isinstance(saver, Saver)]
         del loss

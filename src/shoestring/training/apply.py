@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..planning.plan import Plan
+from ..structure import tensors
 from ..task import Task
 from ..techniques import REGISTRY
-from .budget import tensors_in
 from .step import Stepper
 
 _making = threading.Lock()  # of a stepper: two would be two optimizers
@@ -49,7 +49,7 @@ class LeanTask:
     def held(self) -> list[Tensor]:
         """The tensors that outlive a step: the model's and the optimizer's."""
         states = list(self.stepper.optimizer.state.values())
-        return [*self.model.parameters(), *self.model.buffers(), *tensors_in(states)]
+        return [*self.model.parameters(), *self.model.buffers(), *tensors(states)]
 
 
 def lean_task(task: Task, plan: Plan) -> Task:

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import OverBudget
 from ..ledger import Phase
 from ..phases import listen
+from ..structure import tensors
 from ..units import format_bytes
 
 Meter = Callable[
@@ -53,7 +53,7 @@ class Budget:
             with listen(self._look):
                 return step()
         losses: list[Tensor] = []
-        reading = self.meter(lambda: losses.append(step()), [*held(), *tensors_in(batch)])
+        reading = self.meter(lambda: losses.append(step()), [*held(), *tensors(batch)])
         if self.measured is None or reading.peak_bytes > self.measured.peak_bytes:
             self.measured = reading
         return losses[0]
@@ -101,8 +101,4 @@ class Budget:
 
 
 def batch_bytes(batch: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors_in(batch))
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors(batch))

@@ -90,7 +90,9 @@ def mean_loss(task: Task, data: Data) -> Evaluation:
     task = task.with_(batch=None)
 
     def score(model: nn.Module, piece: Any) -> float:
-        return float(task.loss(model, piece)) * task.count(piece)
+        items = task.count(piece)
+        loss = float(task.loss_of(model, piece)) if items else 0.0  # the mean over nothing is not a number
+        return loss if task.reduction == "sum" else loss * items
 
     return Evaluation("loss", mean_score(task, data, score), higher=False)
 

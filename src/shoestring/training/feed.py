@@ -8,8 +8,8 @@ import torch
 
 from ..data.draws import mix
 from ..errors import ShoestringError
+from ..randomness import RandomState, seeded
 from .evaluate import Data
-from .state import RandomState, seeded
 
 
 class Stream:

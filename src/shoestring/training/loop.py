@@ -17,6 +17,7 @@ import torch
 from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
 from ..profiling import profile
+from ..randomness import RandomState, seeded
 from ..task import Task
 from .apply import LeanTask, apply
 from .averaging import NoMean, average_saves, averaged
@@ -34,12 +35,10 @@ from .state import (
     ModelState,
     OptimizerState,
     Parts,
-    RandomState,
     Stateful,
     find_stateful,
     fingerprint,
     first_poisoned,
-    seeded,
 )
 
 Replan = Callable[[LeanTask, int], LeanTask]  # what was planned, and the bytes it took -> what needs less

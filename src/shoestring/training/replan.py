@@ -7,10 +7,9 @@ from typing import Any
 from ..errors import OverBudget, ShoestringError
 from ..profiling import profile
 from ..task import Task
-from ..techniques.microbatch import SPLITS, ByExamples, ByTokens
+from ..techniques.microbatch import split_of, weighing
+from ..techniques.pieces import ByExamples, ByTokens, Split
 from .apply import LeanTask
-
-Split = ByExamples | ByTokens
 
 
 def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_bytes: int) -> LeanTask:
@@ -23,14 +22,22 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
     task = lean.task.with_(batch=batch)
     unseen = max(0, used_bytes - profile(task, brief=True).peak_bytes)
     now = _present(task)
+    items = _weighing(task, now)
     peaks = {split: peak for split in _smaller(now) if (peak := _peak(task, split)) is not None}
     for left in (lambda size: 1.0, lambda size: size / now.size):
         for split, peak in peaks.items():
             if (expected := round(peak + unseen * left(split.size))) <= limit_bytes:
                 plan = lean.plan.with_(microbatch=split.size, predicted_peak_bytes=expected, predicted_bytes={})
                 settings = lean.task.settings | {"microbatch": split.size}
-                return lean.again(lean.task.with_(split=split, settings=settings), plan)
+                return lean.again(lean.task.with_(**items, split=split, settings=settings), plan)
     raise OverBudget("no smaller microbatch fits either: plan the run anew with `shoestring plan`, or raise the budget")
+
+
+def _weighing(task: Task, split: Split) -> dict[str, Any]:
+    try:
+        return weighing(task, split)
+    except ShoestringError as error:
+        raise OverBudget(f"smaller microbatches are no way out: {error}") from error
 
 
 def _peak(task: Task, split: Split) -> int | None:
@@ -45,7 +52,7 @@ def _present(task: Task) -> Split:
     """How the task is split; one that is not, into one microbatch."""
     now: Any = task.split
     if not isinstance(now, ByExamples | ByTokens):
-        now = SPLITS["examples" if task.padding is None else "tokens"](1, task.padding)
+        now = split_of(task, 1)
         now = replace(now, size=now.measure(task.batch))
     return now
 

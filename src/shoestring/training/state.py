@@ -7,14 +7,11 @@ again.
 
 import hashlib
 import json
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -226,48 +223,6 @@ class OptimizerState:
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """The generators that a model or its data may draw from: PyTorch's, NumPy's, Python's, and named ones."""
-
-    generators: Mapping[str, torch.Generator]
-
-    def state(self) -> dict[str, Any]:
-        version, words, gauss = random.getstate()
-        numpy = np.random.get_state(legacy=False)
-        return {
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-            "python": (version, torch.tensor(words), gauss),
-            "numpy": numpy | {"state": numpy["state"] | {"key": torch.from_numpy(numpy["state"]["key"])}},
-            "generators": {name: generator.get_state() for name, generator in self.generators.items()},
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        version, words, gauss = state["python"]
-        numpy = state["numpy"]
-        torch.set_rng_state(state["torch"])
-        if state["cuda"]:
-            torch.cuda.set_rng_state_all(state["cuda"])
-        random.setstate((version, tuple(words.tolist()), gauss))
-        np.random.set_state(numpy | {"state": numpy["state"] | {"key": numpy["state"]["key"].numpy()}})
-        for name, generator in self.generators.items():
-            generator.set_state(state["generators"][name])
-
-
-@contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """All global generators start from `seed` inside the context; outside they are as they were."""
-    before = RandomState({}).state()
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-    try:
-        yield
-    finally:
-        RandomState({}).restore(before)
 
 
 def find_stateful(task: Task) -> dict[str, Stateful]:

@@ -38,21 +38,18 @@ class Stepper:
 
     def step(self, batch: Any) -> Tensor:
         pieces = list(self.task.split(batch))
-        return self.run(pieces, [self.task.count(piece) for piece in pieces])
+        return self.run(pieces, self.task.weights(pieces))
 
-    def run(self, pieces: Sequence[Any], counts: Sequence[int]) -> Tensor:
-        """One update from microbatches and the number of items in each: each weighs by its share of them."""
+    def run(self, pieces: Sequence[Any], weights: Sequence[float]) -> Tensor:
+        """One update from microbatches and what the loss of each counts for; one without items is not run."""
         with turn(self.task.model, "trained"):
-            return self._run(pieces, counts)
+            return self._run([(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight])
 
-    def _run(self, pieces: Sequence[Any], counts: Sequence[int]) -> Tensor:
-        total = sum(counts)
-        if total == 0:
-            raise ShoestringError("the batch holds no items: pass at least one")
-        self.begin(len(pieces))
+    def _run(self, weighed: Sequence[tuple[Any, float]]) -> Tensor:
+        self.begin(len(weighed))
         self.skipped = "it broke off"
         try:
-            losses = [self.one_pass(piece, count / total) for piece, count in zip(pieces, counts, strict=True)]
+            losses = [self.one_pass(piece, weight) for piece, weight in weighed]
             with phase(Phase.UPDATE):
                 self.skipped = self.update()
         except Diverged as error:
@@ -95,12 +92,12 @@ class Stepper:
         return {name: part for name, part in parts.items() if part is not None}
 
     def one_pass(self, piece: Any, weight: float) -> Tensor:
-        """A microbatch and its share of the items -> its part of the loss; gradients are added to those there."""
+        """A microbatch and its weight -> its part of the loss; gradients are added to those there."""
         with ExitStack() as stack:
             for context in (*self.task.contexts, *getattr(self.optimizer, "contexts", ())):
                 stack.enter_context(context(self.task.model))
             with phase(Phase.FORWARD):
-                loss = self.task.loss(self.task.model, piece)
+                loss = self.task.loss_of(self.task.model, piece)
                 check_loss(loss)
                 check_finite(loss, self.updates, narrow=self.scale is not None)
                 if weight != 1:
@@ -154,12 +151,8 @@ class Stepper:
         return [parameter for parameter in self.task.model.parameters() if parameter.grad is not None]
 
 
-def check_loss(loss: Any) -> None:
+def check_loss(loss: Tensor) -> None:
     """Refuses a loss that cannot be trained on, with the reason."""
-    if not isinstance(loss, Tensor):
-        raise ShoestringError(
-            f"the loss is {type(loss).__name__}, not a tensor: return the mean loss of the batch"
-        )
     if loss.numel() != 1:
         raise ShoestringError(f"the loss has shape {tuple(loss.shape)}, not a single number: return its mean")
     if not loss.requires_grad:

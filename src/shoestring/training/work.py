@@ -87,7 +87,7 @@ def image_work(
     augment = Augment(images.mean, images.std)
     size = task.batch[0].shape[0]
     batch = ImageBatches(images.train, size, augment, seed).read(0, 0)
-    task = task.with_(loss=on_images(loss or task.loss, augment), batch=batch)
+    task = task.with_(loss=on_images(loss or task.loss, augment), batch=batch, microbatches=task.microbatches)
     return ImageWork(task, images, size, seed, augment, schedule)
 
 

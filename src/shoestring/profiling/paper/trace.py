@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ...errors import ShoestringError
+from ...structure import tensors
 from ...task import Task
 from ..fakes import Faker, faked
 from .graph import Graph, Node
@@ -27,7 +28,7 @@ def trace(task: Task) -> Graph:
         recorder = Recorder(task.model, paths)
         recorder.add_batch(batch)
         with recorder:
-            loss = task.loss(task.model, batch)
+            loss = task.loss_of(task.model, batch)
     last = recorder.made_by.get(id(loss), 0)
     if not recorder.nodes[last].differentiable:
         raise ShoestringError("the loss depends on no parameter of the model: return the loss of its output")
@@ -47,11 +48,10 @@ class Recorder(TorchFunctionMode):
         self.elements = {path for path, module in model.named_modules() if is_in_list(model, path)}
 
     def add_batch(self, batch: Any) -> None:
-        for tensor in pytree.tree_leaves(batch):
-            if isinstance(tensor, Tensor):
-                bits = None if tensor.is_floating_point() else 8 * tensor.element_size()
-                self.nodes.append(Node("", "input", (), tensor.numel(), bits=bits, differentiable=False))
-                self.remember(tensor, len(self.nodes) - 1)
+        for tensor in tensors(batch):
+            bits = None if tensor.is_floating_point() else 8 * tensor.element_size()
+            self.nodes.append(Node("", "input", (), tensor.numel(), bits=bits, differentiable=False))
+            self.remember(tensor, len(self.nodes) - 1)
 
     def remember(self, tensor: Tensor, place: int) -> None:
         self.made_by[id(tensor)] = place
