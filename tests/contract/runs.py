@@ -27,10 +27,11 @@ class Watched:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         optimizer = self.make(parameters)
+        uses_up = getattr(optimizer, "uses_up", False)
 
         def note(factor: float = 1.0) -> None:
-            found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self.gradients.append([gradient.double() * factor for gradient in found])
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            self.gradients.append([] if uses_up else [gradient.double() * factor for gradient in found])
 
         if isinstance(optimizer, LeanOptimizer):  # the step hands it the factor of the loss scale
             update = optimizer.step_by

@@ -152,6 +152,16 @@ def test_maps_with_gaps_are_read_in_their_own_order():
     assert_close(ours(x, gamma, beta, True, grad_y), plain(x, gamma, beta, True, grad_y), 1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 1, 0), (1, 0, 2)], ids=str)
+def test_maps_whose_dimensions_were_permuted_are_normalised(order, dtype):
+    """Tokens (batch, length, channels) are transposed for BatchNorm1d: such a map lies dense in no layout of ours."""
+    x = make_map((5, 6, 7), dtype=dtype).permute(order)
+    gamma, beta = (parameter.to(dtype) for parameter in make_parameters(x.shape[1]))
+    grad_y = torch.randn(x.shape, dtype=dtype)
+    assert_close(ours(x, gamma, beta, True, grad_y), plain(x, gamma, beta, True, grad_y), 2e-6)
+
+
 def test_layouts_of_gradient_and_map_may_differ():
     x, grad_y = make_map((3, 5, 6, 6), torch.channels_last), make_map((3, 5, 6, 6), seed=1)
     gamma, beta = make_parameters(5)

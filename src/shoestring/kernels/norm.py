@@ -120,7 +120,7 @@ def batch_norm_apply(
     """A map, a scale and a shift for each channel -> x scale + shift, rectified if asked; `out` may be x."""
     _check(x, scale, shift)
     require_same("batch_norm_apply", x, out=out)
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, memory_format=layout(x)) if out is None else out
     require_in_place("batch_norm_apply", out)
     _apply_op(out, x, scale, shift, relu)
     return out
@@ -145,7 +145,7 @@ def batch_norm_backward(
     """
     _check(x, mean, invstd, gamma, beta)
     require_same("batch_norm_backward", x, grad_y=grad_y, add=add, out=out)
-    out = torch.empty_like(x) if out is None else out
+    out = torch.empty_like(x, memory_format=layout(x)) if out is None else out
     require_in_place("batch_norm_backward", out)
     grad_gamma, grad_beta = _backward_op(out, grad_y, x, mean, invstd, gamma, beta, relu, add)
     return out, grad_gamma, grad_beta
