@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, profile, train
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, train
 from shoestring.optimizers import make
+from shoestring.profiling import profile
 from shoestring.techniques.lean_optimizer import lean_update, options
 from shoestring.techniques.sparse_layers import SparseLayer
 from shoestring.training.step import Stepper

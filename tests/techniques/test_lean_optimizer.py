@@ -423,6 +423,10 @@ def test_a_form_without_a_state_has_no_effect():
 def test_the_planner_is_offered_what_applies_with_its_risk():
     assert options(make()) == ["no-gradient", "8bit", "8bit+no-gradient"]
     assert options(make(clip=1.0)) == ["8bit"]
+    factored = ["sm3+8bit", "sm3+8bit+no-gradient", "adafactor", "adafactor+no-gradient"]
+    assert options(make(optimizer=ADAMW)) == ["no-gradient", "8bit", "8bit+no-gradient", *factored]
+    assert options(make(optimizer=ADAM, clip=1.0)) == ["8bit", "sm3+8bit", "adafactor"]
+    assert {risk(make(optimizer=ADAM), words) for words in factored} == {Risk.APPROXIMATE}
     assert options(make(optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))) == []
     risks = [risk(make(), words) for words in ("no-gradient", "8bit+no-gradient", "sm3")]
     assert risks == [Risk.EXACT, Risk.NEUTRAL, Risk.APPROXIMATE]

@@ -5,10 +5,11 @@ import torch
 from torch import nn
 
 import zoo
-from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin
 from shoestring.profiling import profile
-from shoestring.techniques.precision import NORMS, Settings, convert
+from shoestring.techniques.precision import NORMS, Settings, convert, options, risk
 from shoestring.techniques.precision import apply as with_precision
+from shoestring.techniques.risk import Risk
 from shoestring.training.step import Stepper
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -99,6 +100,26 @@ def test_a_parameter_that_16_bits_cannot_hold_is_named(parameter, words):
     task = Task(Odd(parameter), lambda m, x: m(x).mean(), torch.randn(2, 2), SGD())
     with pytest.raises(ShoestringError, match=words):
         with_precision(task, Settings("fp16"))
+
+
+def test_the_planner_is_offered_bf16_where_gradients_can_be_used_up():
+    task = zoo.mlp()
+    assert options(task) == ["fp16", "bf16"]
+    assert options(task.with_(clip=1.0)) == options(task.with_(on_nonfinite="skip")) == ["fp16"]
+    assert options(task.with_(optimizer=torch.optim.RMSprop)) == ["fp16"]
+    assert {risk(task, form) for form in options(task)} == {Risk.NEUTRAL}
+
+
+@pytest.mark.parametrize("words", ["no-gradient", "8bit+no-gradient", "adafactor+no-gradient", "sm3+8bit+no-gradient"])
+def test_in_bf16_gradients_are_used_up_as_they_are_made(words):
+    def made(**plan):
+        return apply(zoo.mlp().with_(optimizer=Adam(lr=1e-3)), Plan(**plan))
+
+    lean = made(precision="bf16", optimizer=words)
+    assert losses(lean.task, 5)[-1] < losses(made().task, 1)[0]
+    gradients = profile(lean.task).ledger.stacked_timeline()["gradient"]
+    kept = profile(made(precision="bf16").task).ledger.stacked_timeline()["gradient"]
+    assert max(gradients) < 0.9 * max(kept)
 
 
 def test_a_precision_that_does_not_exist_is_refused():

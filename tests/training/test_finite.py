@@ -8,8 +8,9 @@ import torch
 from small import Noise, loss, right_answers, task
 from torch import nn
 
-from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin, profile, train
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin, train
 from shoestring.errors import Diverged
+from shoestring.profiling import profile
 from shoestring.training import finite
 from shoestring.training.step import Stepper
 

@@ -91,7 +91,7 @@ class Settings:
 
 
 def options(task: Task) -> list[str]:
-    """What the planner tries."""
+    """What the planner tries, from the mildest on."""
     try:
         rule = lean_update(task).rule
     except ShoestringError:  # said to who asks for one
@@ -99,7 +99,9 @@ def options(task: Task) -> list[str]:
     if not isinstance(rule, SGD | Adam):
         return []
     using_up = [USING_UP] if why_gradients_stay(task) is None else []
-    return [*using_up, "8bit", *(f"8bit+{word}" for word in using_up)]
+    # Of SGD, neither factored method would need less than 8 bits do: its state has no second moment.
+    forms = ["8bit", "sm3+8bit", "adafactor"] if isinstance(rule, Adam) else ["8bit"]
+    return [*using_up, *(f"{form}{more}" for form in forms for more in ("", *(f"+{word}" for word in using_up)))]
 
 
 def risk(task: Task, words: str) -> Risk:

@@ -22,7 +22,7 @@ from ..task import Task
 from .apply import LeanTask, apply
 from .averaging import NoMean, average_saves, averaged
 from .budget import Budget, Meter, batch_bytes
-from .evaluate import Data
+from .evaluate import Data, evaluated
 from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
 from .feed import as_data
 from .interrupts import Interrupted, Interrupts
@@ -269,7 +269,7 @@ class Training:
         evaluation = self.recipe.evaluation
         assert evaluation is not None
         with self.interrupts.breakable():
-            self.quality = evaluation(self.lean.model)
+            self.quality = evaluated(self.lean.task, evaluation)
             self.evaluated = self.update
         if self.evaluated != self.update:
             return  # interrupted: done again when the run is resumed
