@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import ShoestringError
 from .items import Shared, usual
@@ -108,6 +109,9 @@ class Task:
             raise ShoestringError(
                 f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself"
             )
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            if is_lazy(tensor):
+                raise ShoestringError(f"{name} of a lazy layer has no size yet: run the model on a batch first")
         if not callable(self.loss):
             raise ShoestringError(
                 "a Task needs a loss(model, batch) that returns the mean loss: pass a function"
@@ -119,7 +123,6 @@ class Task:
                 "a Task needs optimizer settings such as SGD(lr=0.1), an optimizer, or a function of parameters that "
                 "makes one"
             )
-
         if self.on_nonfinite not in ("raise", "skip"):
             raise ShoestringError(f"on_nonfinite={self.on_nonfinite!r} is not known: use 'raise' or 'skip'")
         if self.reduction not in REDUCTIONS:

@@ -326,12 +326,6 @@ def test_any_iterable_of_batches_is_data_and_is_resumed_within_an_epoch(tmp_path
     assert losses == [line["loss"] for line in log_of(tmp_path / "whole")] and len(set(losses)) == 12
 
 
-@pytest.mark.parametrize("data", [[], iter([1, 2]), 3])
-def test_data_without_a_length_or_a_batch_is_refused(data):
-    with pytest.raises(ShoestringError, match="has no length or no batch"):
-        train(task(), data, epochs=1)
-
-
 def test_the_callers_generators_are_left_alone():
     small = task()
     torch.manual_seed(5)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parameter import is_lazy
 
 from ..errors import ShoestringError
 from ..structure import mapped
@@ -153,10 +152,7 @@ def _same(now: Any, before: Any) -> bool:
 
 
 def check_can_be_faked(model: nn.Module) -> None:
-    """Refuses a model whose tensors cannot be swapped or have no size yet."""
+    """Refuses a model whose tensors cannot be swapped."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ShoestringError(f"{path or 'the model'} is TorchScript: pass the Python module behind it")
-    for path, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if is_lazy(tensor):
-            raise ShoestringError(f"{path} of a lazy layer has no size yet: run the model on a batch first")

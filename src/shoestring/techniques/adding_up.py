@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..items import Count, candidates, counted, usual
@@ -122,7 +121,7 @@ def _unknowable(task: Task) -> str:
     held = [*task.model.parameters(), *task.model.buffers()]
     if active_fake_mode() or any(tensor.is_meta for tensor in [*held, *tensors(task.batch)]):
         return "a model without numbers (on the meta device) cannot be asked whether its microbatches add up"
-    return "a model with lazy layers cannot be asked whether its microbatches add up" if any(map(is_lazy, held)) else ""
+    return ""
 
 
 def _chosen(task: Task, split: Split, counts: Sequence[Count]) -> list[int]:

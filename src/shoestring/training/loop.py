@@ -63,13 +63,14 @@ def train(
 ) -> RunRecord:
     """A task (lean or not), data and a recipe (the fields of `Recipe`) -> the trained model's run record.
 
-    `data` has `read(epoch, number)`, or is any iterable with a length. With a `run` folder the run is saved,
-    and `resume` goes on where it ended. What changes in the run and is no part of the task is to be given in
-    `stateful` (anything with state() and restore()) or `generators`, and `settings` are further ones that
-    must be the same when resuming. `meter` measures the first two updates and each whose batch is larger than
+    `data` has `read(epoch, number)`, or is a list, a DataLoader or any iterable that can be gone through again; one
+    without a length (an IterableDataset, a function that makes a generator) needs `updates`. With a `run` folder
+    the run is saved, and `resume` goes on where it ended. What changes in the run and is no part of the task is to
+    be given in `stateful` (anything with state() and restore()) or `generators`, and `settings` are further ones
+    that must be the same when resuming. `meter` measures the first two updates and each whose batch is larger than
     those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, or before a batch that would
-    be, the run stops; with `replan` it goes on from the same update with smaller microbatches of the same batch (or as
-    the function that was given says).
+    be, the run stops; with `replan` it goes on from the same update with smaller microbatches of the same batch (or
+    as the function that was given says).
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
@@ -77,7 +78,7 @@ def train(
     budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch, planned)
     how = Recipe(**recipe)
     further = dict(settings or {}) | {"remembers": sorted([*(stateful or ()), *(generators or ())])}
-    training = Training(lean, as_data(data, how.seed), how, folder, budget, further)
+    training = Training(lean, as_data(data, how.seed, how.updates), how, folder, budget, further)
     training.parts = dict(stateful or {})
     training.generators = dict(generators or {})
     training.listeners = (*listeners,)
