@@ -139,7 +139,9 @@ void fill_row(const Source<T>& s, int64_t n, const Band& band, int64_t i) {
   float* out = band.row(i);
   const auto zero = [&](int64_t from, int64_t to) { std::fill(out + from * band.stride, out + to * band.stride, 0.0f); };
   if (y < 0 || y >= s.map.height) return zero(0, band.width);
-  const int64_t from = std::clamp<int64_t>(band.left, 0, W), to = std::clamp<int64_t>(band.left + band.width, from, W);
+  // What the source has of [left, right): nothing where the band lies in the padding alone.
+  const int64_t right = band.left + band.width;
+  const int64_t from = std::clamp<int64_t>(0, band.left, right), to = std::clamp<int64_t>(W, from, right);
   zero(0, from - band.left);
   widen_row(s, n, y, from, to - from, band, out + (from - band.left) * band.stride);
   zero(to - band.left, band.width);

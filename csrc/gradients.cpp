@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core.h"
-#include "vector.h"
+#include "doubles.h"
 
 namespace {
 constexpr int64_t STRIP = 1 << 14;  // values looked at before stopping is considered, or summed into one total
@@ -30,19 +30,13 @@ bool all_below(const Bits* p, int64_t numel, Bits infinity, int threads) {
   return below;
 }
 
-typedef float Four __attribute__((vector_size(16)));
-typedef double Doubles __attribute__((vector_size(32)));
-
 template <class T>
 double sum_of_squares(const T* p, int64_t count) {
   Doubles sums[2] = {};
   const auto add = [&](Vector v) {
-    Four halves[2];
-    std::memcpy(halves, &v, sizeof v);
-    for (int half = 0; half < 2; ++half) {
-      const Doubles x = __builtin_convertvector(halves[half], Doubles);
-      sums[half] += x * x;
-    }
+    Doubles halves[2];
+    in_doubles(v, halves);
+    for (int half = 0; half < 2; ++half) sums[half] += halves[half] * halves[half];
   };
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) add(load(p + i));

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "core.h"
-#include "vector.h"
+#include "doubles.h"
 
 namespace {
 
@@ -99,16 +99,40 @@ void sum_parts(const Map& map, double* totals, int threads, F sum) {
   for (int64_t i = size; i < PARTS * size; ++i) totals[i % size] += totals[i];
 }
 
-// The mean of some of each channel's first values. Sums of x - shift and of its square then lose nothing, however
-// far the mean is from zero.
+// The mean of a few values of each channel, from all over the map. Sums are taken about it.
 template <class T>
-void guess_means(const Map& map, const T* x, float* shift) {
-  const int64_t count = std::min<int64_t>(map.planar ? map.pixels : map.rows(), 16);
+void guess_means(const Map& map, const T* x, float* guess) {
+  constexpr int64_t COUNT = 16;
   for (int64_t c = 0; c < map.channels; ++c) {
-    const T* first = x + c * (map.planar ? map.pixels : 1);
-    float sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += widen(first[i * (map.planar ? 1 : map.channels)]);
-    shift[c] = sum / static_cast<float>(count);
+    double sum = 0;
+    for (int64_t i = 0; i < COUNT; ++i) {
+      const int64_t row = map.rows() * (2 * i + 1) / (2 * COUNT), n = row / map.pixels, pixel = row % map.pixels;
+      sum += widen(x[map.planar ? (n * map.channels + c) * map.pixels + pixel : row * map.channels + c]);
+    }
+    guess[c] = static_cast<float>(sum / COUNT);
+  }
+}
+
+// Sums of d = x - guess and of its square are FP64 throughout: FP32 would lose digits of the variance wherever outliers
+// put the guess, or a part of the map, far from the rest.
+template <class T>
+void sum_strip(const Map& map, const T* x, const float* guess, const Strip& s, double* totals) {
+  Doubles about[2], first[2][2] = {}, second[2][2] = {};  // halves of a vector; even and odd ones
+  in_doubles(spread(map, guess, s), about);
+  along(s, [&](int64_t at, int lanes, int turn) {
+    Doubles d[2];
+    in_doubles(load_part(x + at, lanes), d);
+    for (int half = 0; half < 2; ++half) {
+      d[half] -= about[half];
+      first[turn % 2][half] += d[half];
+      second[turn % 2][half] += d[half] * d[half];
+    }
+  });
+  double *to_first = totals + s.channel, *to_second = to_first + map.channels;
+  for (int i = 0; i < s.lanes; ++i) {
+    const int channel = map.planar ? 0 : i, half = i / 4, lane = i % 4;
+    to_first[channel] += first[0][half][lane] + first[1][half][lane];
+    to_second[channel] += second[0][half][lane] + second[1][half][lane];
   }
 }
 
@@ -116,16 +140,7 @@ template <class T>
 void statistics(const Map& map, const T* x, float* mean, float* variance, double* totals, int threads) {
   guess_means(map, x, mean);
   sum_parts(map, totals, threads, [&](int64_t part, double* own) {
-    each_strip(map, part, [&](const Strip& s) {
-      const Vector shift = spread(map, mean, s);
-      Sums sums;
-      along(s, [&](int64_t at, int lanes, int turn) {
-        const Vector d = load_part(x + at, lanes) - shift;
-        sums.first[turn] += d;
-        sums.second[turn] += d * d;
-      });
-      sums.join(map, s, own);
-    });
+    each_strip(map, part, [&](const Strip& s) { sum_strip(map, x, mean, s, own); });
   });
   const double count = static_cast<double>(map.rows());
   for (int64_t c = 0; c < map.channels; ++c) {

@@ -72,6 +72,11 @@ class Blocks {
     }
   }
   int64_t size() const { return capacity; }
+  // Offsets are 32 bits, as are numbers of entries; the entries of one chunk are counted in a field.
+  bool countable() const {
+    return (from.channels() + 1) * channel_bytes <= UINT32_MAX && capacity <= INT32_MAX && from.count <= INT32_MAX &&
+           (from.transposed || chunk_length() + from.groups * FOUR <= MASK);
+  }
   int64_t height() const { return most_lines; }  // no block has more
   int64_t entries() const { return starts[(last - first) * from.bins()]; }
 
@@ -187,11 +192,14 @@ class Blocks {
   int64_t fill_piece(int64_t bin, int64_t start, int64_t n, int64_t counts, Payload payload, int64_t rank, Out* out) {
     const int32_t* const positions = found;  // in registers: a store might change a member
     const Column* const column_of = columns;
-    int32_t* const offset = offsets;
+    // Slots are counted from the first of this piece, so that a field holds them however long a line is.
+    int32_t* const offset = offsets + start;
+    Out* const piece = out + start;
+    const int64_t origin = start;
     int64_t slots = 0;
     for (int64_t group = 0; group < from.groups; ++group, ++bin) {
       const int64_t count = counts >> (FIELD * group) & MASK;
-      slots |= start << (FIELD * group);
+      slots |= (start - origin) << (FIELD * group);
       starts[bin] = static_cast<int32_t>(start);
       start = round_to_four(start + count);
       if (count) clear(start - FOUR, start, out);
@@ -201,7 +209,7 @@ class Blocks {
       const int64_t slot = slots >> column.field & MASK;
       slots += int64_t{1} << column.field;
       offset[slot] = column.offset;
-      out[slot] = payload(rank + i);
+      piece[slot] = payload(rank + i);
     }
     return start;
   }

@@ -33,8 +33,7 @@ struct Workspace {
 
 int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, Split split) {
   Arena arena{nullptr};
-  Workspace(g, nonzeros, divide_up(g.lines, split.lines), arena);
-  return arena.used;
+  return Workspace(g, nonzeros, divide_up(g.lines, split.lines), arena).blocks.countable() ? arena.used : TOO_LARGE;
 }
 
 // One tile of one line, whose bins start at `starts`: V is the number of vectors in a row, 0 where it is flat.
@@ -163,7 +162,8 @@ Nonzeros nonzeros_of(const Sizes& sizes, const Geometry& g, bool ranked, Address
 int64_t convolve_scratch(const Sizes& sizes, bool transposed, int64_t count, int threads) {
   const Geometry g(sizes, transposed);
   const Split split = share(g, count, threads, BLOCK);
-  return threads * workspace_bytes(g, nonzeros_of(sizes, g, false, 0, 0, 0, 0, count), split);
+  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, false, 0, 0, 0, 0, count), split);
+  return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes;
 }
 
 // The convolution of x, or (transposed) the gradient of its input from that of its output.
@@ -198,7 +198,8 @@ int64_t weight_gradient_scratch(const Sizes& sizes, int64_t count, int threads) 
   const Geometry g(sizes, false);
   const Split split = share(g, count, threads, BLOCK);
   const int64_t partial = split.samples > 1 ? split.samples * round_up(count * 4, 64) : 0;
-  return threads * workspace_bytes(g, nonzeros_of(sizes, g, true, 0, 0, 0, 0, count), split) + partial;
+  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, true, 0, 0, 0, 0, count), split);
+  return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes + partial;
 }
 
 // gradient[rank] (+)= sum over samples and pixels. Each group of samples has its own FP32 sums, which are added in a

@@ -46,8 +46,7 @@ struct Workspace {
 
 int64_t workspace_bytes(const Shape& shape, const Nonzeros& nonzeros, int threads) {
   Arena arena{nullptr};
-  Workspace(shape, nonzeros, threads, arena);
-  return arena.used;
+  return Workspace(shape, nonzeros, threads, arena).blocks.countable() ? arena.used : TOO_LARGE;
 }
 
 // body(constant): the number of vectors in a tile, known to the compiler.
@@ -96,9 +95,9 @@ void multiply_lines(const Workspace& space, int64_t chunks) {
     float* out = space.lines;
     for (int64_t line = blocks.first; line < blocks.last; ++line, starts += chunks, out += LANES * NV) {
       Vector sum[NV] = {};
-      if (chunk) load_tile(sum, out);
       int64_t entry = starts[0];
       accumulate(sum, blocks, entry, starts[1], base);
+      if (chunk) add_tile(sum, out);  // chunks are summed apart: the rounding of millions of terms would add up
       keep_tile(sum, out);
     }
   }
@@ -128,7 +127,8 @@ int64_t multiply_scratch(int64_t tokens, int64_t rows, int64_t width, int64_t co
                          int threads) {
   const Weight weight{rows, width, count};
   const Shape shape = shape_of(weight, tokens, transposed);
-  return threads * workspace_bytes(shape, weight.nonzeros(shape, transposed, ranked, {}, nullptr, 0), threads);
+  const int64_t bytes = workspace_bytes(shape, weight.nonzeros(shape, transposed, ranked, {}, nullptr, 0), threads);
+  return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes;
 }
 
 // y = x W', or (transposed) the gradient of x from that of y.

@@ -3,6 +3,8 @@
 #include "core.h"
 #include "vector.h"
 
+constexpr int64_t TOO_LARGE = -1;  // in place of the bytes of scratch: sizes that the kernels cannot count
+
 struct Range { int64_t begin, end; };
 
 inline Range part(int64_t size, int64_t parts, int64_t i) { return {size * i / parts, size * (i + 1) / parts}; }

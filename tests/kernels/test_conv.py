@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from fuzz import fenced
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -196,6 +197,43 @@ def test_the_fake_gives_the_shape_dtype_and_layout_of_the_result():
         fake = ours(*(mode.from_tensor(v) for v in (x, weight, bias, grad_y)), options)
     for a, b in zip(fake, real, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+# (height, width), kernel, stride, padding: the columns, the rows, or both of every output lie in the padding
+IN_THE_PADDING = [
+    ((8, 1), 1, (1, 5), (0, 2)),
+    ((1, 8), 1, (5, 1), (2, 0)),
+    ((2, 3), (2, 2), (11, 12), (4, 4)),
+    ((1, 1), (1, 3), (19, 19), (6, 6)),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size, kernel, stride, padding", IN_THE_PADDING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_outputs_that_read_the_padding_alone_are_the_bias_and_nothing_else_is_written(
+    size, kernel, stride, padding, layout, dtype, some_threads
+):
+    x, grad_y, weight, bias, options = make((2, 3, 8, size, kernel, stride, padding, 1, 1), layout, dtype)
+    with fenced():
+        y, grad_x, grad_w = ours(x, weight, bias, grad_y, options)
+    assert torch.equal(y, bias.to(dtype).view(1, -1, 1, 1).expand(y.shape))
+    assert not grad_x.any() and not grad_w.any()
+
+
+def test_an_empty_batch_gives_an_empty_map_and_no_gradient():
+    weight, x, grad_y = torch.randn(6, 4, 3, 3), torch.empty(0, 4, 9, 7), torch.empty(0, 6, 9, 7)
+    assert conv_forward(x, weight, padding=1).shape == grad_y.shape
+    assert conv_input_gradient(grad_y, weight, x.shape, padding=1).shape == x.shape
+    assert torch.equal(conv_weight_gradient(grad_y, x, weight.shape, padding=1), torch.zeros_like(weight))
+    before = torch.randn(6, 4, 3, 3)
+    assert torch.equal(conv_weight_gradient(grad_y, x, weight.shape, padding=1, out=before.clone()), before)
+
+
+@pytest.mark.parametrize("setting", [{"stride": 0}, {"padding": -1}, {"dilation": (1, 0)}, {"groups": 0}])
+def test_settings_that_no_convolution_has_are_refused(setting):
+    with pytest.raises(ShoestringError, match=r"not two integers|groups"):
+        conv_forward(torch.randn(1, 4, 8, 8), torch.randn(4, 4, 3, 3), **setting)
 
 
 def test_what_cannot_be_convolved_is_refused():

@@ -145,6 +145,37 @@ def test_statistics_of_a_map_far_from_zero_keep_their_digits():
     assert torch.allclose(got_variance.double(), variance, rtol=1e-5)
 
 
+@pytest.mark.parametrize("outlier", [0.0, 1e4, -1e6])
+@pytest.mark.parametrize("where", ["the first pixels", "the first sample", "the last pixels", "here and there"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outliers_anywhere_cost_the_other_values_no_digits(layout, where, outlier):
+    x = make_map((20, 3, 16, 16)) * torch.tensor([0.1, 1.0, 10.0]).view(1, 3, 1, 1)
+    x += torch.tensor([100.0, 1e3, -1e4]).view(1, 3, 1, 1)
+    place = {
+        "the first pixels": (0, slice(None), slice(1)),
+        "the first sample": (0,),
+        "the last pixels": (-1, slice(None), -1),
+        "here and there": (slice(None, None, 7), slice(None), 3, slice(None, None, 5)),
+    }[where]
+    x[place] = outlier
+    x = x.contiguous(memory_format=layout)
+    variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+    got_mean, got_variance = batch_norm_statistics(x)
+    assert torch.allclose(got_mean.double(), mean, rtol=2e-7)
+    assert torch.allclose(got_variance.double(), variance, rtol=2e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1), (1, 4, 1, 1), (1, 4, 1, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_one_value_per_channel_has_no_variance_and_is_refused_as_pytorch_refuses_it(shape, dtype):
+    x = torch.randn(shape).to(dtype)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        F.batch_norm(x, None, None, training=True)
+    with pytest.raises(ValueError, match="more than 1 value per channel") as told:
+        batch_norm_statistics(x)
+    assert isinstance(told.value, ShoestringError)
+
+
 def test_maps_with_gaps_are_read_in_their_own_order():
     wide, grads = make_map((3, 5, 6, 12)), make_map((3, 5, 12, 6), seed=1)
     x, grad_y = wide[..., ::2], grads.transpose(2, 3)[..., ::2]

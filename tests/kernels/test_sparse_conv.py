@@ -122,6 +122,26 @@ def test_a_map_of_many_bands_and_blocks():
     check(x, values, index, 70, ([3, 3], [1, 1], [1, 1], [1, 1]))
 
 
+@pytest.mark.parametrize("density", [0.02, 0.95])
+def test_a_line_may_have_more_positions_than_21_bits_count(density):
+    values, index = weight((2, 240_000, 3, 3), density)
+    check(torch.randn(1, 240_000, 1, 2), values, index, 2, ([3, 3], [1, 1], [1, 1], [1, 1]))
+
+
+def test_a_convolution_whose_scratch_32_bits_cannot_count_is_refused_before_anything_is_allocated():
+    with FakeTensorMode():
+        x, index = torch.empty(1, 300_000, 8, 4096), torch.empty(10, dtype=torch.uint8)
+        with pytest.raises(ShoestringError, match=r"is too large.*leave this layer dense"):
+            sparse_conv2d_forward(x, torch.empty(10), index, 2, 3, 1, 1)
+
+
+def test_an_empty_batch_gives_an_empty_map_and_no_gradient():
+    values, index = weight((5, 4, 3, 3), 0.3)
+    check(torch.randn(0, 4, 8, 8), values, index, 5, ([3, 3], [2, 2], [1, 1], [1, 1]))
+    x, dy, gradient = torch.randn(0, 4, 8, 8), torch.randn(0, 5, 8, 8), torch.ones_like(values)
+    assert not sparse_conv2d_weight_gradient(x, dy, index, 3, 1, 1, out=gradient).any()
+
+
 def test_a_weight_without_nonzeros_gives_zeros():
     values, index = weight((4, 3, 3, 3), 0)
     check(torch.randn(2, 3, 8, 8), values, index, 4, ([3, 3], [2, 2], [1, 1], [1, 1]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
 from shoestring.kernels import reference_rows
@@ -35,18 +36,21 @@ def matrix(rows, width, density, dtype, seed=0):
     return torch.randn(len(positions), generator=generator).to(dtype), encode(positions, rows * width)
 
 
-def close(found, wanted, dtype):
+def close(found, wanted, dtype, step=None):
     assert found.dtype == dtype and found.shape == wanted.shape
-    assert not found.numel() or (found.double() - wanted).abs().max() <= STEP[dtype] * wanted.abs().max().clamp(min=1)
+    allowed = (step or STEP[dtype]) * wanted.abs().max().clamp(min=1) if found.numel() else 0
+    assert not found.numel() or (found.double() - wanted).abs().max() <= allowed
 
 
-def check_linear(rows, width, density, tokens, dtype, accumulate=False):
+def check_linear(rows, width, density, tokens, dtype, accumulate=False, step=None):
+    torch.manual_seed(0)
     values, index = matrix(rows, width, density, dtype)
     x, dy = torch.randn(*tokens, width).to(dtype), torch.randn(*tokens, rows).to(dtype)
     wide = [t.double() for t in (x, dy, values)]
-    close(sparse_linear_forward(x, values, index, rows), reference_rows.linear(wide[0], wide[2], index, rows), dtype)
+    wanted = reference_rows.linear(wide[0], wide[2], index, rows)
+    close(sparse_linear_forward(x, values, index, rows), wanted, dtype, step)
     wanted = reference_rows.linear_input_gradient(wide[1], wide[2], index, width)
-    close(sparse_linear_input_gradient(dy, values, index, width), wanted, dtype)
+    close(sparse_linear_input_gradient(dy, values, index, width), wanted, dtype, step)
     gradient = values.clone()
     expected = gradient.double()
     reference_rows.linear_weight_gradient(expected, wide[0], wide[1], index, accumulate)
@@ -63,6 +67,23 @@ def test_a_sparse_linear_layer_is_the_dense_one(size, density, tokens, dtype, ac
 @pytest.mark.parametrize("tokens", [1, 20, 64, 130])
 def test_so_is_one_of_many_channels_and_more_nonzeros_than_are_decoded_at_a_time(tokens, density, threads):
     check_linear(170, 450, density, (tokens,), torch.float32)
+
+
+@pytest.mark.parametrize("density", [0.02, 0.95])
+def test_so_is_one_of_more_inputs_than_21_bits_count(density, threads):
+    check_linear(2, 2_200_000, density, (3,), torch.float32, step=1e-5)  # sums of two million terms
+
+
+@pytest.mark.parametrize("density", [0.02, 0.95])
+def test_so_is_one_of_more_outputs_than_21_bits_count(density, threads):
+    check_linear(2_200_000, 2, density, (3,), torch.float32, step=1e-5)
+
+
+def test_a_layer_whose_scratch_32_bits_cannot_count_is_refused_before_anything_is_allocated():
+    with FakeTensorMode():
+        x, values = torch.empty(64, 2**24), torch.empty(10)
+        with pytest.raises(ShoestringError, match=r"\(3, 16777216\) over .* is too large.*leave this layer dense"):
+            sparse_linear_forward(x, values, torch.empty(10, dtype=torch.uint8), 3)
 
 
 def test_tokens_need_not_be_contiguous(threads):
@@ -102,6 +123,14 @@ def test_wrong_input_is_refused():
     values, index = matrix(6, 5, 0.5, torch.float32)
     with pytest.raises(ShoestringError, match=r"cannot be those of a weight of 2 x 5 = 10"):
         sparse_linear_forward(torch.randn(3, 5), values, index, 2)
+    with pytest.raises(ShoestringError, match="takes one dtype"):
+        sparse_linear_weight_gradient(torch.randn(3, 5), torch.randn(3, 6).half(), index, out=values)
+    with pytest.raises(ShoestringError, match="not of the same tokens"):
+        sparse_linear_weight_gradient(torch.randn(3, 5), torch.randn(2, 6), index, out=values)
+    with pytest.raises(ShoestringError, match="make it contiguous"):
+        sparse_linear_forward(torch.randn(3, 5), values.repeat(2)[::2], index, 6)
+    with pytest.raises(ShoestringError, match="do not have gradients"):
+        sparse_embedding_gradient(torch.tensor([1]), torch.randn(2, 5), index, 6, 5, out=values)
     with pytest.raises(ShoestringError, match="outside of the embedding's 6 rows"):
         sparse_embedding_forward(torch.tensor([6]), values, index, 6, 5)
     with pytest.raises(ShoestringError, match="which are integers"):

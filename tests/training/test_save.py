@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -146,6 +147,73 @@ def test_a_sealed_record_opens_only_as_it_was_sealed(record):
     for other in (json.dumps(record).encode(), seal(record) + b"\n", b"[]", b"{}", b"1"):
         with pytest.raises(ValueError):
             unseal(other)
+
+
+def resealed(saves, change):
+    """A save whose manifest somebody changed and sealed again."""
+    saves.write(1, "f", {"part": Part(1.0)})
+    path = saves.path(1) / "manifest.json"
+    record = unseal(path.read_bytes())
+    change(record)
+    path.write_bytes(seal(record))
+    return saves.path(1)
+
+
+MANIFESTS = {
+    **{f"key {key!r} is missing": lambda r, key=key: r.pop(key) for key in ("version", "update", "fingerprint")},
+    "key 'values' is missing": lambda r: r.pop("values"),
+    "key 'files' is missing": lambda r: r.pop("files"),
+    "key 'version' is str": lambda r: r.update(version="1"),
+    "key 'update' is float": lambda r: r.update(update=1.0),
+    "key 'update' is bool": lambda r: r.update(update=True),
+    "key 'fingerprint' is NoneType": lambda r: r.update(fingerprint=None),
+    "key 'values' is list": lambda r: r.update(values=[]),
+    "key 'files' is list": lambda r: r.update(files=[]),
+    "'../../secret', which is no name of a group": lambda r: r["values"].update({"../../secret": 1}),
+    "'../../secret.safetensors', which is no file": lambda r: r["files"].update({"../../secret.safetensors": {}}),
+    "'/etc/passwd', which is no file": lambda r: r["files"].update({"/etc/passwd": {}}),
+    "'other.safetensors', which is no file": lambda r: r["files"].update({"other.safetensors": {}}),
+    "key 'files.part.safetensors.bytes' is missing": lambda r: r["files"]["part.safetensors"].pop("bytes"),
+    "key 'files.part.safetensors.bytes' is str": lambda r: r["files"]["part.safetensors"].update(bytes="1"),
+    "key 'files.part.safetensors.sha256' is int": lambda r: r["files"]["part.safetensors"].update(sha256=1),
+    "key 'files.part.safetensors.bytes' is in a list": lambda r: r["files"].update({"part.safetensors": [1]}),
+    "key 'values.part.tensor' names a tensor that": lambda r: r["values"]["part"].update(tensor={"$tensor": "b"}),
+    "key 'values.part.count' names a tensor that": lambda r: r["values"]["part"].update(count={"$tensor": ["tensor"]}),
+    "key 'values.part' names a tensor that": lambda r: r["files"].clear() or r["values"].update(part={"$tensor": "a"}),
+    "key 'values.part.tensor.strides' does not": lambda r: r["values"]["part"]["tensor"].update(strides=[10**12]),
+    "key 'values.part.tensor.strides'": lambda r: r["values"]["part"]["tensor"].update(strides="1"),
+    "key 'values.part.tensor.device' is int": lambda r: r["values"]["part"]["tensor"].update(device=3),
+    "key 'values.part.a.$tuple' is int": lambda r: r["values"]["part"].update(a={"$tuple": 3}),
+    "key 'values.part.a.$items' is no list": lambda r: r["values"]["part"].update(a={"$items": [[[1], 2]]}),
+    "deep": lambda r: r["values"].update(part=json.loads("[" * 300 + "]" * 300)),
+}
+
+
+@pytest.mark.parametrize("told", MANIFESTS)
+def test_a_sealed_manifest_that_says_something_else_is_refused_by_the_name_of_its_key(saves, told, tmp_path):
+    (tmp_path / "secret.safetensors").write_bytes(b"x")
+    path = resealed(saves, MANIFESTS[told])
+    with pytest.raises(DamagedSave, match=re.escape(told)) as error:
+        module.check(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(DamagedSave, match="no other save is whole"):
+        saves.newest()
+
+
+def test_a_state_that_a_save_does_not_have_is_named(saves):
+    saves.write(1, "f", {"part": Part(1.0)})
+    with pytest.raises(DamagedSave, match=r"has no key 'values\.other'"):
+        saves.newest().restore("other", Part())
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "part.safetensors"])
+def test_a_pipe_in_a_save_is_refused_and_not_waited_for(saves, name):
+    saves.write(1, "f", {"part": Part(1.0)})
+    path = saves.path(1) / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DamagedSave, match="is not a regular file"):
+        module.check(saves.path(1))
 
 
 def test_a_save_of_another_version_is_not_called_damaged(saves, monkeypatch):

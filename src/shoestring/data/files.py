@@ -15,7 +15,9 @@ from ..errors import ShoestringError
 
 
 def need_file(path: Path) -> Path:
-    """A path -> the same path, if it is a file that is not empty."""
+    """A path -> the same path, if it is a regular file that is not empty: to open a pipe would wait for ever."""
+    if path.exists() and not path.is_file():
+        raise ShoestringError(f"{path} is not a regular file: replace or remove it")
     if not path.is_file():
         raise ShoestringError(f"{path} is missing: complete the folder {path.parent} or name another one")
     if path.stat().st_size == 0:

@@ -1,5 +1,6 @@
 """Image folders in ImageNet's layout, train/CLASS/*.jpg and val/CLASS/*.jpg, decoded by Pillow when read."""
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from ..errors import ShoestringError
 from .draws import mix
-from .files import Rows
+from .files import Rows, need_file
 
 # Of ImageNet's training set, as published.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 _ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # whatever the name says: some others start programs
+_MOST_PIXELS = 2**26  # of one image, which is decoded whole
 _TEST_NAMES = ("val", "validation", "test")
 
 
@@ -84,8 +87,12 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> FolderSplit:
 
 
 def _images(folder: Path) -> list[str]:
-    files = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    images = [name for name in files if name.lower().endswith(_ENDINGS)]
+    entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
+    files = [entry.name for entry in entries]
+    images = [entry.name for entry in entries if entry.name.lower().endswith(_ENDINGS)]
+    for entry in entries:
+        if entry.name.lower().endswith(_ENDINGS) and not entry.is_file():
+            raise ShoestringError(f"{entry.path} is not a regular file: replace or remove it")
     if not images:
         raise ShoestringError(
             f"{folder} holds no image ({len(files)} files, none ending in {', '.join(_ENDINGS)}): "
@@ -103,8 +110,10 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
             "image folders need Pillow, which is not here: pip install 'shoestring[images]'"
         ) from None
     try:
-        with Image.open(path) as image:
+        with Image.open(need_file(path), formats=_FORMATS) as image:
             width, height = image.size
+            if width * height > _MOST_PIXELS:
+                raise ValueError(f"{width} x {height} pixels, and {_MOST_PIXELS:,} is the limit")
             left, top, right, bottom = (
                 _middle(width, height) if key is None else _random_part(width, height, key)
             )

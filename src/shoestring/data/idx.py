@@ -1,6 +1,8 @@
 """IDX files, gzipped or not, as MNIST and Fashion-MNIST come in -> parts that are mapped from the files."""
 
 import gzip
+import math
+import struct
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ FASHION = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
 DIGITS = tuple("0123456789")
+MOST_UNZIPPED = 2**30  # bytes; the largest sets of this kind hold 640 MB
 
 
 def has_idx(folder: Path) -> bool:
@@ -60,29 +63,57 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
     The header is 0, 0, 8 (unsigned bytes), the number of dimensions, and each dimension in four bytes.
     """
-    data = spill(_unzip(path)) if path.suffix == ".gz" else map_file(path)
-    magic, expected_magic = bytes(data[:4]), bytes((0, 0, 8, dimensions))
-    if magic != expected_magic:
+    data = spill(_unzip(path, dimensions)) if path.suffix == ".gz" else map_file(path)
+    start = 4 + 4 * dimensions
+    shape = _shape(path, bytes(data[:start]), dimensions)
+    expected = start + math.prod(shape)
+    if len(data) != expected:
+        raise ShoestringError(_unlike_header(path, f"{len(data):,}", expected, shape))
+    return data[start:].reshape(shape)
+
+
+def _shape(path: Path, header: bytes, dimensions: int) -> list[int]:
+    """A file's first bytes -> the shape that they promise."""
+    magic, expected = header[:4], bytes((0, 0, 8, dimensions))
+    if magic != expected:
         raise ShoestringError(
             f"{path} begins with {magic.hex() or 'nothing'}, and an IDX file of {dimensions} dimension(s) "
-            f"with {expected_magic.hex()}: it is another kind of file; download it again"
+            f"with {expected.hex()}: it is another kind of file; download it again"
         )
-    header = 4 + 4 * dimensions
-    shape = [int(size) for size in data[4:header].view(">u4")] if len(data) >= header else []
-    expected = header + int(np.prod(shape, dtype=object))
-    if len(data) != expected or not all(shape):
-        raise ShoestringError(
-            f"{path} holds {len(data):,} bytes, and its header promises {expected:,} for {shape}: "
-            "it is cut short or damaged; download it again"
-        )
-    return data[header:].reshape(shape)
+    if len(header) < 4 + 4 * dimensions:
+        raise ShoestringError(f"{path} ends within its header, after {len(header)} bytes: download it again")
+    shape = list(struct.unpack(f">{dimensions}I", header[4:]))
+    if not all(shape):
+        raise ShoestringError(f"{path} promises {shape}, which is nothing: it is damaged; download it again")
+    return shape
 
 
-def _unzip(path: Path) -> Iterator[bytes]:
+def _unlike_header(path: Path, found: str, expected: int, shape: list[int]) -> str:
+    return (
+        f"{path} holds {found} bytes, and its header promises {expected:,} for {shape}: "
+        "it is cut short or damaged; download it again"
+    )
+
+
+def _unzip(path: Path, dimensions: int) -> Iterator[bytes]:
+    """The bytes that a zipped file's own header promises: what is more than that is never unzipped."""
     try:
-        with gzip.open(path) as file:
-            while chunk := file.read(1 << 16):
+        with gzip.open(need_file(path)) as file:
+            header = file.read(4 + 4 * dimensions)
+            shape = _shape(path, header, dimensions)
+            left = math.prod(shape)
+            if left > MOST_UNZIPPED:
+                raise ShoestringError(
+                    f"{path} promises {left:,} bytes for {shape}, and at most {MOST_UNZIPPED:,} are unzipped here: "
+                    "it is damaged, or unzip it yourself"
+                )
+            yield header
+            while left and (chunk := file.read(min(left, 1 << 16))):
+                left -= len(chunk)
                 yield chunk
+            if not left and file.read(1):
+                expected = len(header) + math.prod(shape)
+                raise ShoestringError(_unlike_header(path, f"more than {expected:,}", expected, shape))
     except (EOFError, OSError, zlib.error) as error:
         raise ShoestringError(
             f"{path} cannot be unzipped, it is cut short or damaged ({error}): download it again"

@@ -3,6 +3,10 @@
 The files are programs for a stack machine. This reader knows the few instructions that build dictionaries,
 lists, numbers, strings and one array of bytes, and refuses every other one; it imports and calls nothing.
 Long strings are not copied: a `Span` says where in the file they lie, so that the pixels can be mapped.
+
+What those files need is also the bound of what is built: one dictionary, whose keys are strings; in it lists of plain
+values, and arrays; tuples within tuples at most once. So nothing is nested, nothing contains itself, and neither time
+nor memory can be more than in proportion to the file.
 """
 
 import struct
@@ -20,6 +24,9 @@ _NAMES = {
     "numpy dtype": "dtype",
 }
 _MARK = object()
+_MOST_STEPS = 1_000_000  # those files take some 60,000
+_MOST_LINE = 100  # characters of a name
+_CONTAINERS = (tuple, list, dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _Refused(f"it holds a {type(value).__name__}, not a dictionary")
         return value
-    except (_Refused, IndexError, TypeError, ValueError, struct.error) as error:
+    except (_Refused, IndexError, TypeError, ValueError, AttributeError, struct.error) as error:
         cause = str(error) if isinstance(error, _Refused) else "the instructions do not fit together"
         raise ShoestringError(
             f"{path} is not one of CIFAR-10's python files: at byte {machine.at:,} {cause}; "
@@ -67,12 +74,14 @@ class _Machine:
         self.numbered: dict[int, Any] = {}
 
     def run(self) -> Any:
-        while (code := bytes(self.take(1))) != b".":
+        for _ in range(_MOST_STEPS):
+            if (code := bytes(self.take(1))) == b".":
+                return self.stack.pop()
             step = _STEPS.get(code)
             if step is None:
                 raise _Refused(f"stands instruction {code!r}, which those files do not use")
             step(self)
-        return self.stack.pop()
+        raise _Refused(f"{_MOST_STEPS:,} instructions have passed, and those files have fewer")
 
     def take(self, length: int) -> memoryview:
         if self.at + length > len(self.data):
@@ -86,7 +95,8 @@ class _Machine:
     def line(self) -> str:
         start = self.at
         while self.take(1)[0] != ord("\n"):
-            pass
+            if self.at - start > _MOST_LINE:
+                raise _Refused(f"stands a name of over {_MOST_LINE} characters")
         return bytes(self.data[start : self.at - 1]).decode("ascii")
 
     def push(self, value: Any) -> None:
@@ -114,6 +124,8 @@ class _Machine:
 
     def call(self) -> None:
         name, values = self.pop(2)
+        if not isinstance(name, str) or not isinstance(values, tuple) or not values:
+            raise _Refused("something is called that is no name, or with nothing")
         if name == "reconstruct" and values[0] == "ndarray":
             self.push(Bytes())
         elif name == "dtype" and values[0] == "u1":
@@ -126,9 +138,11 @@ class _Machine:
         target, values = self.pop(2)
         if isinstance(target, Bytes):
             _, shape, kind, column_order, span = values
+            if not isinstance(shape, tuple) or len(shape) > 4 or not all(type(size) is int for size in shape):
+                raise _Refused("ends an array whose shape is not a few numbers")
             if kind != "u1" or column_order or not isinstance(span, Span):
                 raise _Refused("ends an array that is not of unsigned bytes in C order")
-            target.shape, target.span = tuple(shape), span
+            target.shape, target.span = shape, span
         elif target != "u1":
             raise _Refused("something other than an array is filled")
         self.push(target)
@@ -136,12 +150,24 @@ class _Machine:
     def append(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
             raise _Refused("something other than a list is appended to")
+        if any(isinstance(item, _CONTAINERS) for item in items):
+            raise _Refused("a list is given something other than plain values")
         self.stack[-1].extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         if not isinstance(self.stack[-1], dict):
             raise _Refused("something other than a dictionary is given an entry")
+        if not all(type(key) is str for key in items[::2]):
+            raise _Refused("a dictionary is given a key that is no string")
+        if any(isinstance(value, dict | tuple) for value in items[1::2]):
+            raise _Refused("a dictionary is given an entry that is neither plain, a list nor an array")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
+
+    def make_tuple(self, items: list[Any]) -> None:
+        inner = (item for item in items if isinstance(item, _CONTAINERS))
+        if any(not isinstance(item, tuple) or any(isinstance(part, _CONTAINERS) for part in item) for item in inner):
+            raise _Refused("a tuple holds more than plain values and tuples of them")
+        self.push(tuple(items))
 
     def remember(self, number: int) -> None:
         self.numbered[number] = self.stack[-1]
@@ -170,10 +196,10 @@ _STEPS = {
     b"J": lambda m: m.push(m.number("i")),
     b"U": lambda m: m.push(bytes(m.take(m.number("B"))).decode("latin-1")),
     b"T": _Machine.long_string,
-    b"t": lambda m: m.push(tuple(m.pop_to_mark())),
-    b"\x85": lambda m: m.push(tuple(m.pop(1))),
-    b"\x86": lambda m: m.push(tuple(m.pop(2))),
-    b"\x87": lambda m: m.push(tuple(m.pop(3))),
+    b"t": lambda m: m.make_tuple(m.pop_to_mark()),
+    b"\x85": lambda m: m.make_tuple(m.pop(1)),
+    b"\x86": lambda m: m.make_tuple(m.pop(2)),
+    b"\x87": lambda m: m.make_tuple(m.pop(3)),
     b"a": lambda m: m.append(m.pop(1)),
     b"e": lambda m: m.append(m.pop_to_mark()),
     b"s": lambda m: m.set_items(m.pop(2)),

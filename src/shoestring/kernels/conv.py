@@ -85,7 +85,10 @@ _weight_gradient_op = define(
 
 
 def _settings(stride: Size, padding: Size, dilation: Size, groups: int) -> tuple:
-    pairs = ([v, v] if isinstance(v, int) else [int(e) for e in v] for v in (stride, padding, dilation))
+    pairs = [[v, v] if isinstance(v, int) else [int(e) for e in v] for v in (stride, padding, dilation)]
+    for name, pair, least in zip(("stride", "padding", "dilation"), pairs, (1, 0, 1), strict=True):
+        if len(pair) != 2 or min(pair) < least:
+            raise ShoestringError(f"{name}={pair} is not two integers of at least {least}")
     return (*pairs, groups)
 
 
@@ -96,7 +99,7 @@ def _output_shape(x_shape, weight_shape, stride, padding, dilation, groups) -> l
             f"a map {tuple(x_shape)} and a weight {tuple(weight_shape)} need 4 dimensions each: "
             "other convolutions stay PyTorch's"
         )
-    if x_shape[1] != weight_shape[1] * groups or weight_shape[0] % groups:
+    if groups < 1 or x_shape[1] != weight_shape[1] * groups or weight_shape[0] % groups:
         raise ShoestringError(
             f"a weight {tuple(weight_shape)} in {groups} groups reads {weight_shape[1] * groups} channels, "
             f"but the map is {tuple(x_shape)}: check weight and groups"
@@ -105,10 +108,10 @@ def _output_shape(x_shape, weight_shape, stride, padding, dilation, groups) -> l
         (size + 2 * p - d * (k - 1) - 1) // s + 1
         for size, k, s, p, d in zip(x_shape[2:], weight_shape[2:], stride, padding, dilation, strict=True)
     ]
-    if min(pixels) < 1 or x_shape[0] < 1:
+    if min(*pixels, *x_shape[1:], *weight_shape) < 1:
         raise ShoestringError(
             f"a weight {tuple(weight_shape)} over a map {tuple(x_shape)} gives no output: "
-            "check kernel, stride, padding and batch"
+            "check channels, kernel, stride and padding"
         )
     return [x_shape[0], weight_shape[0], *pixels]
 

@@ -20,6 +20,11 @@ from .core import core, threads
 from .define import define
 from .storage import code, dense, float32, forms, layout, planar, require_in_place, require_same
 
+
+class OneValue(ShoestringError, ValueError):
+    """Statistics of a single value per channel, which has no variance: PyTorch raises ValueError there."""
+
+
 _PARTS = 8  # of csrc/norm.cpp: a map is summed in so many parts
 
 
@@ -100,6 +105,11 @@ def _check(x: Tensor, *vectors: Tensor | None) -> None:
 def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """A map [N, C, ...] -> (mean, biased variance) of each channel, FP32 (FP64 for an FP64 map)."""
     _check(x)
+    if x.numel() == x.shape[1]:
+        raise OneValue(
+            f"batch norm in training needs more than 1 value per channel, not {tuple(x.shape)}: "
+            "use a larger (micro)batch, or evaluation mode"
+        )
     return _statistics_op(x)
 
 

@@ -16,8 +16,8 @@ from ..errors import ShoestringError
 from . import reference_sparse
 from .core import core, threads
 from .define import define
-from .sparse_index import bitmap_bytes
-from .storage import address, code, float32
+from .sparse_index import bitmap_bytes, require_countable
+from .storage import address, code, float32, require_contiguous, require_dtype
 
 Sizes = tuple[int, ...]
 
@@ -51,6 +51,7 @@ def _plan(input_size: Sizes, out_channels: int, geometry: tuple[Sizes, ...], cou
             core.sparse_convolve_scratch(sizes, True, count, threads),
             core.sparse_weight_gradient_scratch(sizes, count, threads),
         )
+        require_countable("convolution", scratch, (out_channels, input_size[1], *geometry[0]), input_size)
     return _Plan(output_size, sizes, scratch)
 
 
@@ -196,6 +197,8 @@ def sparse_conv2d_input_gradient(
     """The gradient of y -> that of what the convolution read: x, or the activated map."""
     shape = _geometry(kernel, stride, padding, dilation)
     _check_gradient(dy, input_size, shape)
+    _check_sizes(tuple(input_size), values.numel(), index.numel(), index.dtype, dy.shape[1], shape)
+    require_contiguous("a sparse convolution", values=values, index=index)
     return input_gradient_op(dy, values, index, input_size, *shape)
 
 
@@ -220,8 +223,7 @@ def sparse_conv2d_weight_gradient(
     shape = _geometry(kernel, stride, padding, dilation)
     _check(x, out, index, dy.shape[1], shape, scale, shift)
     _check_gradient(dy, x.shape, shape)
-    if not out.is_contiguous():
-        raise ShoestringError("the values' gradient must be contiguous: pass out=torch.empty_like(values)")
+    require_dtype("a sparse convolution", x=x, dy=dy)
     weight_gradient_op(out, x, dy, index, *shape, scale, shift, accumulate)
     return out
 
@@ -242,6 +244,7 @@ def _checked_geometry(*pairs: Sizes) -> tuple[Sizes, ...]:
 
 def _check(x, values, index, out_channels, shape, scale, shift) -> None:
     _check_sizes(x.shape, values.numel(), index.numel(), index.dtype, out_channels, shape)
+    require_contiguous("a sparse convolution", values=values, index=index)
     if (scale is None) != (shift is None) or (scale is not None and scale.shape != x.shape[1:2]):
         raise ShoestringError(f"scale and shift come together, an entry for each of {x.shape[1]} channels")
 

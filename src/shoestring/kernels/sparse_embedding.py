@@ -12,6 +12,7 @@ from ..errors import ShoestringError
 from . import reference_rows
 from .core import core, threads
 from .define import define
+from .sparse_linear import check_weight
 from .storage import code, forms
 
 
@@ -54,6 +55,7 @@ def sparse_embedding_forward(ids: Tensor, values: Tensor, index: Tensor, rows: i
         raise ShoestringError(f"an embedding takes ids, which are integers, not {ids.dtype}")
     if ids.is_cpu and not is_fake(ids) and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
         raise ShoestringError(f"an id is outside of the embedding's {rows} rows: ids are from 0 to {rows - 1}")
+    check_weight(values, index, rows, width)
     return _forward_op(ids.long(), values, index, rows, width)
 
 
@@ -61,5 +63,8 @@ def sparse_embedding_gradient(
     ids: Tensor, dy: Tensor, index: Tensor, rows: int, width: int, *, out: Tensor, accumulate: bool = False
 ) -> Tensor:
     """Ids and the gradient of their rows -> that of the nonzeros, written to `out` or added to what it holds."""
+    check_weight(out, index, rows, width)
+    if dy.shape != (*ids.shape, width):
+        raise ShoestringError(f"ids {tuple(ids.shape)} of rows of {width} do not have gradients {tuple(dy.shape)}")
     _gradient_op(out, ids.long(), dy, index, rows, width, accumulate)
     return out

@@ -8,6 +8,8 @@ Weight, gradient and momentum are flat tensors of values in this order, and shar
     positions = decode(index, numel)
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,15 @@ def _check_positions(positions: Tensor, numel: int) -> None:
 def _check_size(numel: int) -> None:
     if not 0 <= numel <= _LIMIT:
         raise ShoestringError(f"a sparse weight of {numel} positions is too large: the limit is {_LIMIT}")
+
+
+def require_countable(what: str, scratch: Sequence[int], weight: Sequence[int], source: Sequence[int]) -> None:
+    """Refuses sizes that the compiled kernels cannot count in 32 bits: their scratch is then -1."""
+    if min(scratch) < 0:
+        raise ShoestringError(
+            f"a sparse {what} of weight {tuple(weight)} over {tuple(source)} is too large: the kernels count within "
+            "4 GiB of scratch, and 2 million positions of a channel; leave this layer dense"
+        )
 
 
 def decode(index: Tensor, numel: int, start: int = 0, stop: int | None = None) -> Tensor:

@@ -11,8 +11,8 @@ from ..errors import ShoestringError
 from . import reference_rows
 from .core import core, threads
 from .define import define
-from .sparse_index import bitmap_bytes
-from .storage import code, forms
+from .sparse_index import bitmap_bytes, require_countable
+from .storage import code, forms, require_contiguous, require_dtype
 
 
 def _forward(launch, x, values, index, rows) -> Tensor:
@@ -49,6 +49,7 @@ def _tokens(x: Tensor) -> int:
 
 def _scratch(x: Tensor, tokens: int, shape: tuple[int, int], count: int, transposed: bool, ranked: bool) -> Tensor:
     size = core.sparse_multiply_scratch(tokens, *shape, count, transposed, ranked, threads())
+    require_countable("linear layer", [size], shape, (tokens, shape[not transposed]))
     return x.new_empty(size, dtype=torch.uint8)
 
 
@@ -67,13 +68,13 @@ _weight_gradient_op = define(
 
 def sparse_linear_forward(x: Tensor, values: Tensor, index: Tensor, rows: int) -> Tensor:
     """Tokens [..., in], nonzeros and index of a weight [rows, in] -> y [..., rows], without a graph."""
-    _check(values, index, rows, x.shape[-1])
+    check_weight(values, index, rows, x.shape[-1])
     return _forward_op(x, values, index, rows)
 
 
 def sparse_linear_input_gradient(dy: Tensor, values: Tensor, index: Tensor, width: int) -> Tensor:
     """The gradient of y [..., rows] -> that of x [..., width]."""
-    _check(values, index, dy.shape[-1], width)
+    check_weight(values, index, dy.shape[-1], width)
     return _input_gradient_op(dy, values, index, width)
 
 
@@ -81,15 +82,20 @@ def sparse_linear_weight_gradient(
     x: Tensor, dy: Tensor, index: Tensor, *, out: Tensor, accumulate: bool = False
 ) -> Tensor:
     """x and the gradient of y -> the gradient at the nonzeros, written to `out` or added to what it holds."""
-    _check(out, index, dy.shape[-1], x.shape[-1])
+    check_weight(out, index, dy.shape[-1], x.shape[-1])
+    require_dtype("a sparse linear layer", x=x, dy=dy)
+    if dy.shape[:-1] != x.shape[:-1]:
+        raise ShoestringError(f"x {tuple(x.shape)} and the gradient {tuple(dy.shape)} are not of the same tokens")
     _weight_gradient_op(out, x, dy, index, accumulate)
     return out
 
 
-def _check(values: Tensor, index: Tensor, rows: int, width: int) -> None:
+def check_weight(values: Tensor, index: Tensor, rows: int, width: int) -> None:
+    """Refuses nonzeros and an index that cannot be those of a weight [rows, width]."""
     numel = rows * width
+    require_contiguous("a sparse weight", values=values, index=index)
     if index.dtype != torch.uint8 or index.numel() > bitmap_bytes(numel) or values.numel() > numel:
         raise ShoestringError(
             f"{values.numel()} values and an index of {index.numel()} bytes cannot be those of a weight of "
-            f"{rows} x {width} = {numel}: check the features"
+            f"{rows} x {width} = {numel}: check the sizes"
         )

@@ -59,6 +59,20 @@ def require_same(what: str, x: Tensor, **others: Tensor | None) -> None:
             )
 
 
+def require_dtype(what: str, **tensors: Tensor) -> None:
+    """Refuses tensors that the kernel reads with one storage code and that are not of one dtype."""
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        told = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in tensors.items())
+        raise ShoestringError(f"{what} takes one dtype, but {told}: convert one of them")
+
+
+def require_contiguous(what: str, **tensors: Tensor) -> None:
+    """Refuses tensors that the kernel reads or writes from their first address on, and that have gaps."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ShoestringError(f"{what}: {name} has strides {tuple(tensor.stride())}: make it contiguous")
+
+
 def require_in_place(what: str, out: Tensor) -> None:
     """Refuses an output that cannot be written where it lies."""
     if not out.is_contiguous(memory_format=layout(out)):

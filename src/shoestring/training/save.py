@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..errors import DamagedSave, ShoestringError
 from ..task import Task
 from ..units import format_bytes
+from .manifest import check_fields, check_packed
 from .state import ModelState, Parts, Stateful, find_stateful, fingerprint, model_tensors, pack, unpack
-from .tensorfile import HashedFile, TensorFile, Written, checksum, write_tensors
+from .tensorfile import MOST_HEADER, HashedFile, TensorFile, Written, checksum, require_regular, write_tensors
 
 VERSION = 1
 MANIFEST = "manifest.json"
@@ -46,6 +47,8 @@ class Save:
 
     def restore(self, group: str, part: Stateful, in_place: bool = False) -> None:
         """Gives a part its state back; in place it is read into the tensors that the part has now."""
+        if group not in self.values:
+            raise DamagedSave(f"{self.path} is damaged: its {MANIFEST} has no key 'values.{group}'")
         live = part.state() if in_place else None
         part.restore(unpack(self.values[group], self.tensors(group), live))
 
@@ -141,10 +144,20 @@ class Saves:
 def check(path: Path) -> Save:
     """The folder of a save -> the save, if every byte of it is as it was written."""
     record = _read_manifest(path)
-    files = {name: Written(**written) for name, written in record["files"].items()}
+    try:
+        files = check_fields(record)
+    except ValueError as error:
+        raise DamagedSave(f"{path} is damaged: in its {MANIFEST} {error}") from error
     for name, written in files.items():
         _check_file(path / name, written)
-    return Save(path, record["update"], record["fingerprint"], record["values"], files)
+    save = Save(path, record["update"], record["fingerprint"], record["values"], files)
+    for group, value in save.values.items():
+        file = save.tensors(group)
+        try:
+            check_packed(value, f"values.{group}", file.entries if file else {})
+        except ValueError as error:
+            raise DamagedSave(f"{path} is damaged: in its {MANIFEST} {error}") from error
+    return save
 
 
 def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> None:
@@ -181,13 +194,17 @@ def unseal(data: bytes) -> dict[str, Any]:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
+    manifest = path / MANIFEST
+    require_regular(manifest)
     try:
-        record = unseal((path / MANIFEST).read_bytes())
+        if manifest.stat().st_size > MOST_HEADER:
+            raise ValueError(f"it has over {MOST_HEADER:,} bytes")
+        record = unseal(manifest.read_bytes())
     except FileNotFoundError as error:
         raise DamagedSave(f"{path} is damaged: it has no {MANIFEST}") from error
     except (OSError, ValueError, RecursionError) as error:
         raise DamagedSave(f"{path} is damaged: its {MANIFEST} is not as it was written ({error})") from error
-    if record["version"] != VERSION:
+    if type(record.get("version")) is int and record["version"] != VERSION:
         raise ShoestringError(
             f"{path} has version {record['version']}, this Shoestring reads {VERSION}: "
             "resume with the one that saved it"
@@ -196,6 +213,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path, written: Written) -> None:
+    require_regular(path)
     try:
         found = checksum(path)
     except OSError as error:

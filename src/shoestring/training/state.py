@@ -91,7 +91,7 @@ def unpack(packed: Any, file: TensorFile | None, live: Any = None) -> Any:
     if not isinstance(packed, dict):
         return packed
     if "$tensor" in packed:
-        assert file is not None, "a state with tensors has a file"
+        assert file is not None, "a state with tensors has a file: manifest.py"
         return _read(file, packed, live)
     if "$tuple" in packed:
         return tuple(inside(part, key) for key, part in enumerate(packed["$tuple"]))

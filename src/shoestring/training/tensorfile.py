@@ -7,6 +7,8 @@ they go into tensors that are there already. Where strides forbid that, at most 
 
 import hashlib
 import json
+import math
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -166,27 +168,37 @@ def _fill(file: IO[bytes], view: memoryview) -> None:
 
 
 def _read_header(path: Path) -> dict[str, Entry]:
+    require_regular(path)
     try:
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
             (length,) = struct.unpack("<Q", file.read(8))
-            if length > MOST_HEADER:
+            if length > min(MOST_HEADER, size):
                 raise ValueError(f"it would have {length:,} bytes")
             record = json.loads(file.read(length))
         record.pop("__metadata__", None)
-        entries = {name: _entry(place, 8 + length) for name, place in record.items()}
+        entries = {name: _entry(place, 8 + length, size) for name, place in record.items()}
     except OSError as error:
         raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise DamagedSave(f"{path} is no safetensors file: its header cannot be read ({error})") from error
     return entries
 
 
-def _entry(place: dict[str, Any], values: int) -> Entry:
-    """A header's record of a tensor, and where the values begin in the file -> the entry."""
+def require_regular(path: Path) -> None:
+    """Refuses what is there and is no regular file: to open a pipe would wait for ever, a device never ends."""
+    if path.exists() and not path.is_file():
+        raise DamagedSave(f"{path} is not a regular file: it is none that was saved")
+
+
+def _entry(place: dict[str, Any], values: int, size: int) -> Entry:
+    """A header's record of a tensor, where the values begin in the file, and where it ends -> the entry."""
     dtype, shape, (start, end) = DTYPES[place["dtype"]], tuple(place["shape"]), place["data_offsets"]
-    if not all(isinstance(size, int) and size >= 0 for size in (*shape, start, end)):
+    if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError("a size that is no whole number")
-    if end - start != torch.Size(shape).numel() * dtype.itemsize:
+    if values + end > size:
+        raise ValueError(f"a tensor that ends at byte {values + end:,} of {size:,}")
+    if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{end - start} bytes for a tensor of shape {shape}")
     return Entry(dtype, shape, values + start)
 

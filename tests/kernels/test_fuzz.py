@@ -1,0 +1,114 @@
+"""Every compiled kernel gives PyTorch's numbers in any geometry, and touches no memory but its own."""
+
+import importlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import fuzz
+import pytest
+
+from shoestring.kernels.core import name
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(name == "torch", reason="needs the compiled core")
+
+
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_random_calls_agree_with_pytorch(family):
+    for number in range(60 if "conv" in family else 30):
+        fuzz.check(family, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_a_thousand_random_calls_agree_with_pytorch(family):
+    for number in range(1000, 2000):
+        fuzz.check(family, number)
+
+
+def sanitizer() -> Path | None:
+    """The library of the compiler's AddressSanitizer, which must be loaded before anything else."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        return None
+    told = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    path = Path(told.stdout.strip())
+    return path.resolve() if path.is_absolute() and path.exists() else None
+
+
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """The cores, built with AddressSanitizer: the folder that they are in."""
+    pytest.importorskip("nanobind")
+    if sanitizer() is None:
+        pytest.skip("g++ has no AddressSanitizer here")
+    build = tmp_path_factory.mktemp("sanitized")
+    ninja = Path(importlib.import_module("ninja").BIN_DIR) / "ninja"
+    cmake = Path(importlib.import_module("cmake").CMAKE_BIN_DIR) / "cmake"
+    settings = {
+        "CMAKE_BUILD_TYPE": "Debug",
+        "CMAKE_CXX_FLAGS": "-fsanitize=address -fno-omit-frame-pointer -O1 -g1 -w",
+        "CMAKE_MODULE_LINKER_FLAGS": "-fsanitize=address",
+        "CMAKE_MAKE_PROGRAM": ninja,
+        "Python_EXECUTABLE": sys.executable,
+        "nanobind_DIR": importlib.import_module("nanobind").cmake_dir(),
+    }
+    for command in (
+        [cmake, "-S", ROOT, "-B", build, "-G", "Ninja", *(f"-D{key}={value}" for key, value in settings.items())],
+        [cmake, "--build", build],
+    ):
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    return build
+
+
+# The sanitized modules stand in for those of the package, however it was installed.
+RUN = """
+import importlib.util, pathlib, runpy, sys
+import torch
+folder, script, *sys.argv[1:] = sys.argv[1:]
+for path in pathlib.Path(folder).glob("_core_*.so"):
+    name = "shoestring.kernels." + path.name.split(".")[0]
+    spec = importlib.util.spec_from_file_location(name, path)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+sys.argv[0] = script
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def run_sanitized(folder, core, script, *arguments):
+    environment = os.environ | {
+        "LD_PRELOAD": str(sanitizer()),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python and PyTorch keep what they need until the end
+        "SHOESTRING_CORE": core,
+        "PYTHONPATH": str(ROOT / "tests" / "kernels"),
+    }
+    command = [sys.executable, "-c", RUN, str(folder), str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_the_sanitizer_sees_a_write_beside_a_tensor(sanitized, tmp_path):
+    script = tmp_path / "beside.py"
+    script.write_text(
+        "import torch\nfrom shoestring.kernels.core import core\n"
+        "mask, bits = torch.ones(800, dtype=torch.bool), torch.empty(10, dtype=torch.uint8)\n"
+        "core.pack_bits(mask.data_ptr(), bits.data_ptr(), 800, 1)\n"
+    )
+    done = run_sanitized(sanitized, "generic", script)
+    assert done.returncode and "heap-buffer-overflow" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("core", ["generic", "avx2"] if platform.machine() in ("x86_64", "AMD64") else ["generic"])
+def test_random_calls_touch_no_memory_but_their_own(sanitized, core):
+    if core == "avx2" and name != "avx2":
+        pytest.skip("needs a CPU with AVX2")
+    script = ROOT / "tests" / "kernels" / "fuzz.py"
+    done = run_sanitized(sanitized, core, script, "--cases", "300", "--first", "3000", "--unfenced")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("300 cases") == len(fuzz.FAMILIES)
