@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from shoestring import Task
+from shoestring.structure import mapped
 from shoestring.techniques.dense_form import convert_to_dense
 from shoestring.techniques.lean_base import LeanOptimizer
 from shoestring.techniques.precision import DTYPES, convert
@@ -73,7 +73,7 @@ def weights(model: nn.Module) -> list[Tensor]:
 
 def doubled(task: Task) -> Task:
     """The same task in FP64."""
-    batch = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, task.batch)
+    batch = mapped(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, task.batch)
     return task.with_(model=task.model.double(), batch=batch)
 
 

@@ -125,7 +125,11 @@ class Search:
         return combinations
 
     def _values(self, technique: Technique, level: Risk) -> list[tuple[str, Any, Risk]]:
-        offered = [(technique.name, value, technique.risk(self.task, value)) for value in technique.options(self.task)]
+        try:
+            values = technique.options(self.task)
+        except ShoestringError:  # who applies it by hand is told why
+            values = []
+        offered = [(technique.name, value, technique.risk(self.task, value)) for value in values]
         return [(technique.name, None, Risk.EXACT), *(offer for offer in offered if offer[2] <= level)]
 
     def _suits(self, option: Option) -> bool:

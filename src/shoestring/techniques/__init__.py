@@ -19,8 +19,9 @@ def _exact(task: Task, value: Any) -> Risk:
 class Technique(NamedTuple):
     """`name` is the plan's field, `settings(value)` makes the technique's settings from its value.
 
-    `options(task)` are the values that the planner may try, `risk(task, value)` what a value does to the result, and
-    `warning` what a user should know who did not choose it.
+    `options(task)` are the values that the planner may try; where there can be none, it raises ShoestringError with the
+    reason. `risk(task, value)` is what a value does to the result, and `warning` what a user should know who did not
+    choose it.
     """
 
     name: str

@@ -40,9 +40,8 @@ class Settings:
 
 
 def options(task: Task) -> list[int]:
-    """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces; none where pieces do not add up."""
-    if verdict(task).adds_up is False:
-        return []
+    """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces; refused where pieces do not add up."""
+    _accept(verdict(task))
     whole = units(task)
     return sorted({-(-whole // pieces) for pieces in (2, 4, 10, 25, 100)} - {whole}, reverse=True)
 
@@ -108,9 +107,13 @@ def apply(task: Task, settings: Settings) -> Task:
 def weighing(task: Task, split: Split) -> dict[str, Any]:
     """A task and how it is to be cut -> the `items` by which its pieces add up; refused where they do not."""
     found = judge(task, split)
+    _accept(found)
+    return {"items": task.items if found.items is None else found.items}
+
+
+def _accept(found: Verdict) -> None:
     if found.adds_up is False:
         raise ShoestringError(f"microbatches do not add up to the batch: {found.reason}")
-    return {"items": task.items if found.items is None else found.items}
 
 
 # -- simulated ----------------------------------------------------------------------------------------------------
