@@ -1,7 +1,7 @@
 """The blocks of a model: repeated children of a Sequential or ModuleList; what each of them saves and costs."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from functools import partial
@@ -19,23 +19,29 @@ from ..structure import tensors
 from ..task import Task
 from .keeping import Whole, keeping
 from .segments import BlockCost
+from .switches import switched
 
 
 def find_blocks(model: nn.Module, names: tuple[str, ...] = ()) -> list[list[str]]:
-    """A model -> runs of block names, each run in the order in which its blocks follow each other.
+    """A model -> runs of block names, in the order of the model, from its structure alone.
 
     A run is the children of one Sequential or ModuleList that are of one class and not leaves, such as residual
-    blocks or transformer layers; at least two make a run. `names` (with * and ?) picks blocks by hand instead, in
-    the order of the model.
+    blocks or transformer layers, or the stages that hold them; at least two make a run. Where there is none, any
+    module's children of one class are, such as the halves of a U-Net. `names` (with * and ?) picks blocks by hand.
     """
     if names:
         return _named(model, names)
+    return _repeats(model, nn.Sequential | nn.ModuleList) or _repeats(model, nn.Module)
+
+
+def _repeats(model: nn.Module, homes: Any) -> list[list[str]]:
+    """The outermost runs of children of modules of these classes."""
     runs: list[list[str]] = []
     inside: list[str] = []
     for path, module in model.named_modules():
-        if any(path.startswith(prefix) for prefix in inside):
-            continue  # a block inside a block is part of it
-        if isinstance(module, nn.Sequential | nn.ModuleList) and (run := _run(path, module)):
+        if any(path.startswith(block) for block in inside):
+            continue
+        if isinstance(module, homes) and (run := _run(path, module)):
             runs.append(run)
             inside += [f"{name}." for name in run]
     return runs
@@ -78,17 +84,22 @@ def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Itera
 
 def block_costs(task: Task, names: list[str]) -> list[BlockCost]:
     """A task and its blocks in order -> what each takes in, saves inside and computes, from a trace of the forward."""
+    costs: dict[str, BlockCost] = {}
+    traced(task, {name: partial(_measure, costs, name) for name in names})
+    return [costs[name] for name in names if name in costs]
+
+
+def traced(task: Task, calls: Mapping[str, Callable]) -> None:
+    """Runs the forward pass of one piece on fake tensors; calls of the named modules go to `calls`, as in `patched`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, torch.device("cpu"))
     batch = faker.tree(next(iter(task.split(task.batch))))
-    costs: dict[str, BlockCost] = {}
-    with faked(task.model, faker), mode, ExitStack() as stack:
+    with faked(task.model, faker), mode, switched(task.model), ExitStack() as stack:
         for context in task.contexts:
             stack.enter_context(context(task.model))
-        for name in names:
-            stack.enter_context(patched(task.model.get_submodule(name), partial(_measure, costs, name)))
+        for name, call in calls.items():
+            stack.enter_context(patched(task.model.get_submodule(name), call))
         task.loss_of(task.model, batch)
-    return [costs[name] for name in names if name in costs]
 
 
 def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, kwargs: dict) -> Any:

@@ -27,11 +27,13 @@ from ..task import Task
 from ..units import parse_bytes
 from .blocks import block_costs, find_blocks, patched
 from .buffers import Slot, slots_of
+from .chains import find_chains
 from .frames import Frame
 from .hooks import looking_once
 from .lean import LeanRun, lean_run, with_lean
 from .segments import choose_segments, least_bytes
 from .states import devices_of
+from .switches import switched
 
 STRATEGIES = "none, no-bn, every-M, residual-M, residual-M*, optimal, optimal-SIZE (M from 1, SIZE such as 30MB)"
 
@@ -92,12 +94,12 @@ def _with_strategy(task: Task, settings: Settings) -> Task:
         return _without_norms(task)
     if optimal := _OPTIMAL.fullmatch(strategy):
         task = with_lean(task, fuse=True, every=0)[0]
-        groups = optimal_groups(task, _runs(task.model, settings), parse_bytes(optimal[1]) if optimal[1] else None)
+        groups = optimal_groups(task, _runs(task, settings), parse_bytes(optimal[1]) if optimal[1] else None)
         return _with_regions(task, groups)
     kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
     if kind == "every":
         return with_lean(task, fuse=False, every=int(number))[0]
-    groups = equal_groups(_runs(task.model, settings), int(number), bool(star))
+    groups = equal_groups(_runs(task, settings), int(number), bool(star))
     return _with_regions(with_lean(task, fuse=bool(star), every=0)[0], groups)
 
 
@@ -114,11 +116,11 @@ def _with_regions(task: Task, groups: tuple[Group, ...]) -> Task:
     return task.with_(contexts=(*task.contexts, Regions(groups)))
 
 
-def _runs(model: nn.Module, settings: Settings) -> list[list[str]]:
-    runs = find_blocks(model, settings.blocks)
+def _runs(task: Task, settings: Settings) -> list[list[str]]:
+    runs = find_chains(task, settings.blocks)
     if not runs:
         raise ShoestringError(
-            f"{type(model).__name__} has no repeated blocks in a Sequential or ModuleList for {settings.strategy}: "
+            f"{type(task.model).__name__} has no repeated blocks for {settings.strategy}: "
             "name them with checkpoint blocks, or use every-8"
         )
     return runs
@@ -165,6 +167,7 @@ class Regions:
     def __call__(self, model: nn.Module) -> Iterator[None]:
         devices = devices_of(model.parameters())
         with ExitStack() as stack:
+            stack.enter_context(switched(model))
             for group in self.groups:
                 blocks = [model.get_submodule(name) for name in group.names]
                 stack.enter_context(looking_once({part for block in blocks for part in block.modules()}))
@@ -186,13 +189,9 @@ class _Region:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         args, kwargs = self.run.real((args, kwargs))
-        if self.frame is None or index == 0:
+        follows = self.frame is not None and any(map(self.frame.place, leaves((args, kwargs))))
+        if self.frame is None or index == 0 or not follows:  # what lies between the two blocks is not run again
             self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input, self.devices)
-        elif not any(map(self.frame.place, leaves((args, kwargs)))):
-            raise ShoestringError(
-                f"{self.names[index]} is not called with what {self.names[index - 1]} returned, so they cannot be one "
-                "region: use residual-1, or name the blocks that follow each other"
-            )
         return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index])
 
     def _block(self, index: int, forward: Any) -> Any:

@@ -99,6 +99,7 @@ class Frame:
         self.calls: list[_Call] = []
         self.saved: list[Seen] = []  # what the saved tensors looked like, in order
         self.store: dict[int, Kept] | None = None
+        self.cache = ""  # the class of a cache of keys and values among the arguments: transformers' blocks add to it
         self.exact = True  # in the second run: whether its inputs are those of the first
         self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
 
@@ -137,6 +138,7 @@ class Frame:
 
     def _write_down(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
+            self.cache = self.cache or (type(leaf).__name__ if "Cache" in type(leaf).__name__ else "")
             return leaf
         return self.place(leaf) or _Argument(leaf, self.keep_input)
 
@@ -197,8 +199,11 @@ class Frame:
         return _NOTHING
 
     def _different(self, what: str) -> str:
-        return (
-            f"{self.name} saved {what} when it was run again: its forward is not deterministic; "
+        again = f"{self.name} saved {what} when it was run again: "
+        if self.cache:
+            return again + f"it changes the {self.cache} that it was given; call the model with use_cache=False"
+        return again + (
+            "its forward is not deterministic; "
             "leave it out of checkpointing, or take the randomness from torch's generators"
         )
 

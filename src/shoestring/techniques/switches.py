@@ -1,0 +1,76 @@
+"""Switches of a model that a step with checkpointed regions sets for itself, and sets back after it.
+
+The model's own checkpointing goes, for the regions take its place: `torch.utils.checkpoint` calls its function as if it
+were not there. So does the cache of keys and values of transformers (`config.use_cache`): it is for generating text,
+the loss does not depend on it, and it would hold what checkpointing lets go. transformers does the same under its own
+checkpointing.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.utils.checkpoint as checkpointing
+from torch import nn
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+
+
+@contextmanager
+def switched(model: nn.Module) -> Iterator[None]:
+    """The model neither checkpoints by itself nor keeps a cache inside the context."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    with ExitStack() as stack:
+        for module in model.modules():
+            if vars(module).get("gradient_checkpointing") is True:
+                _switch(stack, module, "gradient_checkpointing")
+        for config in configs.values():
+            if getattr(config, "use_cache", None) is True:
+                _switch(stack, config, "use_cache")
+        stack.enter_context(_direct())
+        yield
+
+
+def _switch(stack: ExitStack, owner: Any, name: str) -> None:
+    setattr(owner, name, False)
+    stack.callback(setattr, owner, name, True)
+
+
+# torch.utils.checkpoint finds these two by name when it is called, however a model imported it.
+_ORIGINALS = {name: getattr(checkpointing, name) for name in ("CheckpointFunction", _GENERATOR)}
+_lock = threading.Lock()
+_threads: list[int] = []  # those in which torch checkpoints nothing
+
+
+class _Function:
+    """In place of the autograd function that checkpoints."""
+
+    @staticmethod
+    def apply(function: Callable, preserve: bool, *args: Any) -> Any:
+        if threading.get_ident() in _threads:
+            return function(*args)
+        return _ORIGINALS["CheckpointFunction"].apply(function, preserve, *args)
+
+
+def _generator(*call: Any, **more: Any) -> Iterator[None]:
+    """In place of what surrounds the function where checkpointing is by saved-tensor hooks."""
+    if threading.get_ident() in _threads:
+        yield
+    else:
+        yield from _ORIGINALS[_GENERATOR](*call, **more)
+
+
+@contextmanager
+def _direct() -> Iterator[None]:
+    """torch.utils.checkpoint does nothing but call its function inside the context, in this thread."""
+    with _lock:
+        _threads.append(threading.get_ident())
+        vars(checkpointing).update({"CheckpointFunction": _Function, _GENERATOR: _generator})
+    try:
+        yield
+    finally:
+        with _lock:
+            _threads.remove(threading.get_ident())
+            if not _threads:
+                vars(checkpointing).update(_ORIGINALS)
