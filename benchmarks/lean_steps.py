@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import shoestring
 import shoestring.training.apply
 from shoestring.measuring import measure_heap
+from shoestring.measuring.calibration import machine
 from shoestring.models import materialise
 from shoestring.units import format_bytes
 
@@ -107,6 +108,12 @@ def main() -> None:
         medians = times(args.model, args.batch, plans, args.repeats)
         for plan, seconds in zip(plans, medians, strict=True):
             print(f"{json.dumps(plan):60} {threads} threads {seconds:.3f} s  {seconds / medians[0]:.2f}x", flush=True)
+
+
+def cpu_name() -> str:
+    """The machine, as the tables in docs/ name it."""
+    told = machine()
+    return f"{told['cpu']}, {told['capability']}, {told['threads']} threads"
 
 
 def parse(setting: str) -> tuple[str, str | int | float]:

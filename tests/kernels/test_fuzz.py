@@ -51,7 +51,8 @@ def sanitized(tmp_path_factory):
     cmake = Path(importlib.import_module("cmake").CMAKE_BIN_DIR) / "cmake"
     settings = {
         "CMAKE_BUILD_TYPE": "Debug",
-        "CMAKE_CXX_FLAGS": "-fsanitize=address -fno-omit-frame-pointer -O1 -g1 -w",
+        "CORE_OPTIMIZATION": "-O1",
+        "CMAKE_CXX_FLAGS": "-fsanitize=address -fno-omit-frame-pointer -g1 -w",
         "CMAKE_MODULE_LINKER_FLAGS": "-fsanitize=address",
         "CMAKE_MAKE_PROGRAM": ninja,
         "Python_EXECUTABLE": sys.executable,
