@@ -10,7 +10,7 @@ from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, train
 from shoestring.optimizers import make
 from shoestring.profiling import profile
 from shoestring.techniques.lean_optimizer import lean_update, options
-from shoestring.techniques.sparse_layers import SparseLayer
+from shoestring.techniques.sparse_layer import SparseLayer
 from shoestring.training.step import Stepper
 
 

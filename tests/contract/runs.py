@@ -13,7 +13,7 @@ from shoestring.structure import mapped
 from shoestring.techniques.dense_form import convert_to_dense
 from shoestring.techniques.lean_base import LeanOptimizer
 from shoestring.techniques.precision import DTYPES, convert
-from shoestring.techniques.sparse_layers import SparseLayer
+from shoestring.techniques.sparse_layer import SparseLayer
 from shoestring.training.step import Stepper
 
 

@@ -14,7 +14,7 @@ from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
 from shoestring.phases import current
 from shoestring.techniques import checkpoint, keeping, microbatch, saved
-from shoestring.techniques.sparse_layers import SparseLayer
+from shoestring.techniques.sparse_layer import SparseLayer
 from shoestring.training.step import Stepper
 
 ROWS = [(models[0], plan) for plan, (models, _) in PLANS.items()]

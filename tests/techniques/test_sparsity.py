@@ -2,10 +2,12 @@
 
 import copy
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -23,13 +25,8 @@ from shoestring.profiling import profile
 from shoestring.techniques import sparsity
 from shoestring.techniques.dense_form import convert_to_dense, from_dense
 from shoestring.techniques.risk import Risk
-from shoestring.techniques.sparse_layers import (
-    SparseConv2d,
-    SparseEmbedding,
-    SparseLayer,
-    SparseLinear,
-    expected_index_bytes,
-)
+from shoestring.techniques.sparse_layer import SparseLayer, expected_index_bytes
+from shoestring.techniques.sparse_layers import SparseConv2d, SparseEmbedding, SparseLinear
 from shoestring.training.step import Stepper
 
 
@@ -88,7 +85,7 @@ def test_a_sparse_embedding_is_the_dense_one_with_zeros(padding):
 
 
 def assert_same_as_dense(sparse, x):
-    dense = sparse.to_dense()
+    dense = copy.deepcopy(sparse).to_dense()
     outputs, inputs = [], [x.clone().requires_grad_() for _ in range(2)]
     for layer, one in zip((sparse, dense), inputs, strict=True):
         y = layer(one)
@@ -97,8 +94,9 @@ def assert_same_as_dense(sparse, x):
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     torch.testing.assert_close(sparse.values.grad, dense.weight.grad.flatten()[positions(sparse)])
-    if sparse.bias is not None:  # the two layers share it: its gradient is there twice
-        torch.testing.assert_close(sparse.bias.grad, 2 * outputs[0].new_tensor(0) + dense.bias.grad)
+    if sparse.bias is not None:
+        assert sparse.bias is not dense.bias
+        torch.testing.assert_close(sparse.bias.grad, dense.bias.grad)
 
 
 # -- a model of them -------------------------------------------------------------------------------------------
@@ -391,44 +389,202 @@ def sparse_pair(nonzero=30, width=60):
     return from_dense(nn.Sequential(nn.Linear(width, 40), nn.Linear(40, 40), nn.Linear(40, 2)), nonzero)
 
 
-def test_a_state_dict_is_loaded_whatever_the_layers_share_of_the_nonzeros():
+def test_a_state_dict_has_the_entries_of_the_plain_model_zeros_and_all():
+    task = builtin("wrn-10-1", batch=2)
+    plain = {name: tensor.shape for name, tensor in task.model.state_dict().items()}
+    lean = sparsity.apply(task, sparsity.Settings(30))
+    state = lean.model.state_dict()
+    assert {name: tensor.shape for name, tensor in state.items()} == plain
+    fresh = builtin("wrn-10-1").model
+    fresh.load_state_dict(state)
+    assert all(torch.equal(fresh.get_parameter(f"{name}.weight"), layer.dense_weight())
+               for name, layer in layers_of(lean.model).items())  # fmt: skip
+    x = task.batch[0]
+    torch.testing.assert_close(fresh.eval()(x), lean.model.eval()(x))
+    on_meta = sparsity.apply(builtin("wrn-10-1", device="meta"), sparsity.Settings(30)).model.state_dict()
+    assert {name: tensor.shape for name, tensor in on_meta.items()} == plain
+
+
+def rewired_pair(dtype=torch.float32):
+    """Another distribution of the nonzeros than that of a new model, and some of them zero just now."""
     torch.manual_seed(0)
-    one, two = sparse_pair(), sparse_pair()
-    generator = np.random.default_rng(0)
-    one[0].rewire(0, 50, generator)
-    two[1].rewire(0, 10, generator)
-    values = two[0].values
+    model, generator = sparse_pair().to(dtype), np.random.default_rng(0)
+    model[0].rewire(60, 110, generator)
+    model[1].rewire(80, 30, generator)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("way", ["as it is", "torch.save", "safetensors"])
+def test_a_state_dict_is_loaded_to_the_bit_whatever_the_layers_share_of_the_nonzeros(tmp_path, dtype, way):
+    one, two = rewired_pair(dtype), sparse_pair().to(dtype)
+    values, state = two[0].values, one.state_dict()
+    if way == "torch.save":
+        torch.save(state, tmp_path / "state")
+        state = torch.load(tmp_path / "state", weights_only=True)
+    elif way == "safetensors":
+        safetensors.torch.save_file(state, tmp_path / "state")
+        state = safetensors.torch.load_file(tmp_path / "state")
+    two.load_state_dict(state)
+    assert two[0].values is values  # an optimizer keeps hold of it
+    assert (one[0].values == 0).sum() == 110  # which are places too
+    for a, b in zip(layers_of(one).values(), layers_of(two).values(), strict=True):
+        assert torch.equal(a.index, b.index) and torch.equal(a.values, b.values) and torch.equal(a.bias, b.bias)
+
+
+def test_an_optimizers_state_fits_the_model_that_was_loaded_beside_it():
+    one, two = rewired_pair(), sparse_pair()
+    first = torch.optim.Adam(one.parameters())
+    one(torch.randn(3, 60)).sum().backward()
+    first.step()
     two.load_state_dict(one.state_dict())
-    assert two[0].values is values and values.numel() == one[0].values.numel()
-    x = torch.randn(3, 60)
-    assert torch.equal(one(x), two(x))
+    second = torch.optim.Adam(two.parameters())
+    second.load_state_dict(first.state_dict())
+    two(torch.randn(3, 60)).sum().backward()
+    second.step()
 
 
-def test_a_save_of_another_density_or_shape_or_a_dense_one_is_refused():
-    model = sparse_pair()
+def test_a_state_dict_of_another_density_or_shape_or_a_dense_one_is_refused():
+    model, plain = sparse_pair(), nn.Sequential(nn.Linear(60, 40), nn.Linear(40, 40), nn.Linear(40, 2))
     with pytest.raises(ShoestringError, match=r"0 is of 1,200 nonzeros in all here and of 800 in the save"):
         model.load_state_dict(sparse_pair(nonzero=20).state_dict())
     with pytest.raises(ShoestringError, match=r"0 has shape \(40, 60\) here and \(40, 70\) in the save"):
         model.load_state_dict(sparse_pair(width=70).state_dict())
+    for state in (plain.state_dict(), dict(plain.state_dict())):
+        with pytest.raises(ShoestringError, match="0 is sparse here and dense in the save, where 2,400 of 2,400"):
+            model.load_state_dict(state)
+
+
+def test_entries_that_are_missing_or_too_many_are_told_by_their_plain_names():
+    model = sparse_pair()
+    state = model.state_dict()
+    weight = state.pop("0.weight")
+    with pytest.raises(RuntimeError, match=r'Missing key.*"0\.weight"'):
+        model.load_state_dict(state)
+    before = model[0].values.clone()
+    assert model.load_state_dict(state, strict=False).missing_keys == ["0.weight"]
+    assert torch.equal(model[0].values, before)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"0\.other"'):
+        model.load_state_dict(state | {"0.weight": weight, "0.other": weight})
+
+
+def test_a_weight_on_the_row_of_the_padding_is_refused():
+    layer = nn.Sequential(SparseEmbedding(nn.Embedding(9, 4, padding_idx=2), 10))
     with pytest.raises(ShoestringError, match="0 is sparse here and dense in the save"):
-        model.load_state_dict(convert_to_dense(model).state_dict())
+        layer.load_state_dict({"0.weight": torch.eye(9, 4)})
 
 
 @pytest.mark.parametrize(
     "damage, words",
     [
-        (lambda s: s["0.index"].bitwise_not_(), "holds 1680 nonzeros but there are 720 values"),
-        (lambda s: s.update({"0.index": s["0.index"][:-1]}), "0: the sparse index"),
-        (lambda s: s.update({"0.values": s["0.values"][1:]}), "holds 720 nonzeros but there are 719 values"),
-        (lambda s: s.update({"0.index": s["0.index"].float()}), "is a vector of bytes"),
+        (lambda layer: layer.index.bitwise_not_(), "holds 1680 nonzeros but there are 720 values"),
+        (lambda layer: setattr(layer.index, "data", layer.index[:-1]), "SparseLinear: the sparse index"),
+        (lambda layer: setattr(layer.values, "data", layer.values[1:]), "holds 720 nonzeros but there are 719 values"),
     ],
 )
 def test_a_damaged_index_is_refused(damage, words):
-    model = sparse_pair()
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    damage(state)
+    layer = sparse_pair()[0]
+    damage(layer)
     with pytest.raises(ShoestringError, match=words):
-        model.load_state_dict(state)
+        layer.set_extra_state(layer.get_extra_state())
+
+
+# -- code that reads a weight itself -----------------------------------------------------------------------------
+class Reading(nn.Module):
+    """Uses the weight of `embed` or `inner` in one of the ways in which models do."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.embed = how, nn.Embedding(50, 16)
+        self.inner, self.other, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, ids):
+        h = self.other(self.inner(self.embed(ids)))
+        if self.how == "tied":
+            return F.linear(self.out(h), self.embed.weight)
+        if self.how == "type":
+            h = h.to(self.inner.weight.dtype)
+        if self.how == "getattr":
+            h = h + getattr(self.inner, "weight").mean()  # noqa: B009
+        if self.how == "get_parameter":
+            h = h + self.get_parameter("inner.weight").mean()
+        return self.out(h) @ torch.ones(16, 50)
+
+
+def reading_task(how, loss=None):
+    torch.manual_seed(0)
+    ids = torch.randint(50, (3, 7))
+    plain = lambda model, batch: F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())  # noqa: E731
+    return Task(Reading(how), loss or plain, ids, SGD(lr=0.1))
+
+
+def penalised(model, batch):
+    decay = sum(m.weight.square().sum() for m in (model.inner, model.other))
+    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten()) + decay
+
+
+@pytest.mark.parametrize(
+    "how, dense, reader",
+    [
+        ("tied", "embed", "Reading.forward"),
+        ("type", "inner", "Reading.forward"),
+        ("getattr", "inner", "Reading.forward"),
+        ("get_parameter", "inner", "Reading.get_parameter"),
+    ],
+)
+def test_a_layer_whose_weight_other_code_reads_stays_dense_and_the_reader_is_named(how, dense, reader):
+    task = reading_task(how)
+    with pytest.warns(UserWarning, match=f"{dense} stays dense, for {reader} reads its weight"):
+        lean = apply(task, Plan(nonzero=30))
+    assert set(layers_of(lean.model)) == {"embed", "inner", "other"} - {dense}
+    twin = task.with_(model=convert_to_dense(lean.model))
+    torch.testing.assert_close(lean.step(task.batch), Stepper(twin).step(task.batch))
+    with pytest.raises(ShoestringError, match=f"{dense} cannot be made sparse: {reader} reads its weight: leave it"):
+        sparsity.apply(reading_task(how), sparsity.Settings(30, layers=(dense,)))
+
+
+def test_layers_that_a_loss_reads_stay_dense():
+    with pytest.warns(UserWarning, match="inner stays dense, for <genexpr> reads its weight, and 1 more"):
+        lean = sparsity.apply(reading_task("", penalised), sparsity.Settings(30))
+    assert set(layers_of(lean.model)) == {"embed"}
+
+
+def test_layers_that_nobody_reads_are_sparse_without_a_word():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lean = sparsity.apply(reading_task(""), sparsity.Settings(30))
+    assert set(layers_of(lean.model)) == {"embed", "inner", "other"}
+    assert nn.Module.__getattr__.__name__ == "__getattr__"  # nothing is left of the watch
+
+
+def test_a_sparse_layer_has_no_weight_to_read_or_to_tie_and_says_what_to_do():
+    layer = SparseLinear(nn.Linear(4, 4), 5)
+    assert not hasattr(layer, "weight") and getattr(layer, "weight", None) is None
+    with pytest.raises(ShoestringError, match="leave this layer dense"):
+        layer.weight  # noqa: B018
+    with pytest.raises(ShoestringError, match="tie weights before"):
+        layer.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class Listing(nn.Module):
+    """Holds the weight of a layer a second time, where no module does."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.into, self.across, self.out = nn.Linear(20, 30), nn.Linear(30, 20), nn.Linear(20, 20)
+        self.held = wrap(self.into.weight)
+
+
+@pytest.mark.parametrize("wrap", [lambda w: [w], lambda w: {"w": (w,)}, lambda w: nn.Parameter(w.data),
+                                  lambda w: nn.ParameterList([w])])  # fmt: skip
+def test_a_weight_whose_memory_is_held_elsewhere_stays_dense(wrap):
+    assert set(layers_of(from_dense(Listing(wrap), 50))) == {"across"}
+
+
+def test_two_parameters_over_one_memory_stay_dense():
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 2))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    assert set(layers_of(from_dense(model, 50))) == {"2"}
 
 
 @pytest.mark.parametrize("model", ["wrn-10-1", "vit-tiny"])

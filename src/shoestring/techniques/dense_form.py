@@ -1,10 +1,11 @@
 """From dense layers to sparse ones and back, one layer at a time.
 
     from_dense(model, nonzero=30)       # in place: each dense weight is let go before the next is looked at
-    dense = convert_to_dense(model)     # a copy with PyTorch's own layers, whose state_dict() is of the plain shape
+    dense = convert_to_dense(model)     # a copy with PyTorch's own layers
 """
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,20 @@ from torch import nn
 from ..errors import NoEffect, ShoestringError
 from . import nonzeros
 from .rewiring import shares
-from .selection import select
-from .sparse_layers import SparseLayer, sparse_kind
+from .selection import NOBODY, select
+from .sparse_layer import SparseLayer
+from .sparse_layers import sparse_kind
 
 KEEP = ("largest", "random")
 
 
 def from_dense(
-    model: nn.Module, nonzero: float, layers: tuple[str, ...] = (), keep: str = "largest", seed: int = 0
+    model: nn.Module,
+    nonzero: float,
+    layers: tuple[str, ...] = (),
+    keep: str = "largest",
+    seed: int = 0,
+    readers: Mapping[str, str] = NOBODY,
 ) -> nn.Module:
     """A model -> the same one, whose layers (see `select`) hold `nonzero` percent of their weights, all alike.
 
@@ -30,7 +37,7 @@ def from_dense(
     check_nonzero(nonzero)
     if keep not in KEEP:
         raise ShoestringError(f"there is no way {keep!r} to choose what is kept: use one of {', '.join(KEEP)}")
-    chosen = select(model, layers)
+    chosen = select(model, layers, readers)
     groups = _by_weight(chosen)
     sizes = [chosen[names[0]].weight.numel() for names in groups]
     total = round(sum(sizes) * nonzero / 100)

@@ -91,6 +91,19 @@ def largest(dense: Tensor, count: int, never: range = NOWHERE) -> Bits:
     return bits
 
 
+def held(dense: Tensor) -> Bits:
+    """A flat dense weight -> the bitmap of all but its zeros; -0 is a nonzero that has this value just now."""
+    bits, words = empty_bitmap(dense.numel()), _words(dense.contiguous())
+    for start, stop in _tiles(dense.numel()):
+        _write(bits, start, stop, words[start:stop] != 0)
+    return bits
+
+
+def count(bits: Bits, numel: int) -> int:
+    """How many bits of a bitmap are set."""
+    return sum(_count(_mask(bits, start, stop)) for start, stop in _tiles(numel))
+
+
 # -- what -------------------------------------------------------------------------------------------------------
 def move(values: Tensor, before: Bits, after: Bits, numel: int, count: int) -> Tensor:
     """The values at the positions of one bitmap -> those at the `count` positions of another; new ones are zero."""

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .nonzeros import count_from, generator_from
-from .sparse_layers import SparseLayer
+from .sparse_layer import SparseLayer
 
 METHODS = ("dsr", "set", "static")
 TOLERANCE, GAIN = 0.1, 2.0  # how far the pruned number may be off, and what the threshold is changed by then

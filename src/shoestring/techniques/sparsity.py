@@ -7,6 +7,7 @@ Risk: quality is traded for memory, always. The paper's Table 3 has 93.95 ± 0.1
 
 import copy
 import math
+import warnings
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,10 +15,12 @@ from torch import nn
 from ..errors import ShoestringError
 from ..task import Task
 from .dense_form import check_nonzero, from_dense
+from .readers import readers
 from .rewiring import METHODS, MOST, Rewiring, Schedule
 from .risk import Risk
-from .selection import select
-from .sparse_layers import SparseConv2d, SparseLayer
+from .selection import select, words_of
+from .sparse_layer import SparseLayer
+from .sparse_layers import SparseConv2d
 
 FRACTION = 0.01377866  # of all positions, rewired at a time (the paper's table 5)
 # Percent of nonzeros -> how many times the default fraction is rewired, and how many times as often: tables 8 and 9.
@@ -69,7 +72,10 @@ def apply(task: Task, settings: Settings) -> Task:
     _check_rewiring(settings)
     on_meta = any(parameter.is_meta for parameter in task.model.parameters())
     model = copy.deepcopy(task.model) if on_meta else task.model
-    from_dense(model, settings.nonzero, settings.layers, settings.keep, settings.seed)
+    found = readers(task)
+    from_dense(model, settings.nonzero, settings.layers, settings.keep, settings.seed, found)
+    if found and not on_meta:
+        warnings.warn(words_of(found), stacklevel=2)
     hooks = () if settings.method == "static" else (rewiring(model, settings),)
     return task.with_(
         model=model,

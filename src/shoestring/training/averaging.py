@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..techniques.dense_form import convert_to_dense
-from ..techniques.sparse_layers import SparseLayer, dense_weight
+from ..techniques.sparse_layer import SparseLayer, dense_weight
 from .save import Save, load_weights, write_weights
 from .state import ModelState, model_tensors
 from .tensorfile import TensorFile
