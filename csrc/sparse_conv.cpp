@@ -58,9 +58,9 @@ IN_PLACE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const int32
   }
 }
 
-// One tile of every line of the block, and of every class.
+// One tile of every line of the block, and of every class; the bias is added before anything is rounded.
 template <class T, int V, int NV>
-void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile, T* out) {
+void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile, const float* bias, T* out) {
   const Blocks& blocks = space.blocks;
   const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
   const int64_t classes = g.classes(), chunks = g.chunks(), shifts = g.shifts(), bins = chunks * classes * shifts;
@@ -77,6 +77,7 @@ void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile,
         Vector sum[NV] = {};
         convolve_tile<V>(sum, blocks, starts + klass * shifts, base);
         if (chunk > 0) add_tile(sum, sums);
+        if (bias && chunk + 1 == chunks) add_to_tile(sum, bias[blocks.first + line]);
         if (chunk + 1 == chunks && lie == Lie::STRETCH) {
           keep_tile(sum, line_out + stretch);
         } else {
@@ -168,8 +169,8 @@ int64_t convolve_scratch(const Sizes& sizes, bool transposed, int64_t count, int
 
 // The convolution of x, or (transposed) the gradient of its input from that of its output.
 void convolve(const Sizes& sizes, bool transposed, Address source, int code, Address values, int values_code,
-              Address index, int64_t index_size, int64_t count, Address scale, Address shift, Address out,
-              Address scratch, int threads) {
+              Address index, int64_t index_size, int64_t count, Address scale, Address shift, Address bias,
+              Address out, Address scratch, int threads) {
   const Geometry g(sizes, transposed);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, false, values, values_code, index, index_size, count);
   const Split split = share(g, count, threads, BLOCK);
@@ -185,7 +186,8 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
         using T = decltype(tag);
         with_form(g, [&](auto form) {
           const auto body = [&](int64_t n, const Tile& tile) {
-            convolve_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<T>(out) + n * written);
+            convolve_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<float>(bias),
+                                                                         at<T>(out) + n * written);
           };
           each_tile(g, samples, at<T>(source), {at<float>(scale), at<float>(shift)}, space.source, body);
         });

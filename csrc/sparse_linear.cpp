@@ -85,9 +85,9 @@ void each_tile(const Shape& shape, Workspace& space, Range lines, int code, Addr
   }
 }
 
-// Every line of the block, for one tile of tokens.
+// Every line of the block, for one tile of tokens; the bias is added before anything is rounded.
 template <int NV>
-void multiply_lines(const Workspace& space, int64_t chunks) {
+void multiply_lines(const Workspace& space, int64_t chunks, const float* bias) {
   const Blocks& blocks = space.blocks;
   const char* base = reinterpret_cast<const char*>(space.source);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
@@ -98,6 +98,7 @@ void multiply_lines(const Workspace& space, int64_t chunks) {
       int64_t entry = starts[0];
       accumulate(sum, blocks, entry, starts[1], base);
       if (chunk) add_tile(sum, out);  // chunks are summed apart: the rounding of millions of terms would add up
+      if (bias && chunk + 1 == chunks) add_to_tile(sum, bias[line]);
       keep_tile(sum, out);
     }
   }
@@ -131,10 +132,10 @@ int64_t multiply_scratch(int64_t tokens, int64_t rows, int64_t width, int64_t co
   return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes;
 }
 
-// y = x W', or (transposed) the gradient of x from that of y.
+// y = x W' + bias (one a line, or none), or (transposed) the gradient of x from that of y.
 void multiply_tokens(int64_t tokens, int64_t rows, int64_t width, bool transposed, Address x, int code, Address values,
-              int values_code, Address index, int64_t index_size, int64_t count, Address y, Address scratch,
-              int threads) {
+              int values_code, Address index, int64_t index_size, int64_t count, Address bias, Address y,
+              Address scratch, int threads) {
   const Weight weight{rows, width, count};
   const Shape shape = shape_of(weight, tokens, transposed);
   const Index where{at<uint8_t>(index), index_size, rows * width};
@@ -144,7 +145,7 @@ void multiply_tokens(int64_t tokens, int64_t rows, int64_t width, bool transpose
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     Workspace space(shape, nonzeros, threads, arena);
     const auto body = [&](auto form, auto tag, Range tile) {
-      multiply_lines<form.vectors>(space, shape.chunks());
+      multiply_lines<form.vectors>(space, shape.chunks(), at<float>(bias));
       const Blocks& blocks = space.blocks;
       transpose(space.lines, shape.width(), blocks.last - blocks.first, tile.end - tile.begin,
                 at<decltype(tag)>(y) + tile.begin * shape.lines + blocks.first, shape.lines);

@@ -82,6 +82,11 @@ IN_PLACE void add_tile(Vector (&sum)[NV], const float* floats) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) sum[v] += load(floats + LANES * v);
 }
+template <int NV>
+IN_PLACE void add_to_tile(Vector (&sum)[NV], float value) {
+#pragma GCC unroll 8
+  for (int v = 0; v < NV; ++v) sum[v] += broadcast(value);
+}
 template <class T, int NV>
 IN_PLACE void load_tile(Vector (&tile)[NV], const T* from) {
 #pragma GCC unroll 8

@@ -84,6 +84,34 @@ def test_a_sparse_embedding_is_the_dense_one_with_zeros(padding):
     assert padding is None or not (positions(sparse) // 12 == padding).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dense, shape",
+    [
+        (nn.Linear(120, 9), (300, 120)),
+        (nn.Linear(5_000, 3), (2, 70, 5_000)),  # more than the cache holds, and more than one tile
+        (nn.Conv2d(5, 7, 3, padding=1), (2, 5, 8, 8)),
+        (nn.Conv2d(5, 7, 3, padding=1), (2, 5, 9, 7)),
+        (nn.Conv2d(5, 7, 3, stride=2), (2, 5, 16, 16)),
+        (nn.Conv2d(600, 4, 1), (1, 600, 6, 40)),
+    ],
+    ids=["linear", "long linear", "conv", "odd conv", "strided conv", "deep conv"],
+)
+def test_a_bias_is_added_before_the_sum_is_rounded_to_16_bits(dense, shape, dtype):
+    """Whole numbers, whose sums are exact in FP32 and not in 16 bits."""
+    torch.manual_seed(0)
+    x = torch.randint(-9, 10, shape).to(dtype)
+    for parameter in dense.parameters():
+        nn.init.uniform_(parameter, -40, 40).data.round_()
+    sparse = from_dense(nn.ModuleList([copy.deepcopy(dense).to(dtype)]), 60, layers=("0",))[0]
+    plain = copy.deepcopy(sparse).to_dense().double()
+    exact = plain(x.double())
+    bias = sparse.bias if x.dim() < 4 else sparse.bias.view(-1, 1, 1)
+    assert not torch.equal(exact.sub(bias).to(dtype) + bias, exact.to(dtype))  # rounding twice would show
+    y = sparse(x)
+    assert y.dtype == dtype and torch.equal(y, exact.to(dtype))
+
+
 def assert_same_as_dense(sparse, x):
     dense = copy.deepcopy(sparse).to_dense()
     outputs, inputs = [], [x.clone().requires_grad_() for _ in range(2)]

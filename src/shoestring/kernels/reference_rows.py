@@ -12,9 +12,10 @@ def widest(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def linear(x, values, index, rows) -> Tensor:
+def linear(x, values, index, rows, bias=None) -> Tensor:
     wide = widest(x)
-    return (x.to(wide) @ densify(values.to(wide), index, [rows, x.shape[-1]]).t()).to(x.dtype)
+    y = x.to(wide) @ densify(values.to(wide), index, [rows, x.shape[-1]]).t()
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
 def linear_input_gradient(dy, values, index, width) -> Tensor:

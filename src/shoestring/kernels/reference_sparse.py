@@ -46,9 +46,10 @@ def _activate(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     return (x * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)).relu()
 
 
-def conv2d(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift) -> Tensor:
+def conv2d(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift, bias=None) -> Tensor:
     weight = densify(_wide(values), index, [out_channels, x.shape[1], *kernel])
-    return functional.conv2d(_activate(x, scale, shift), weight, None, stride, padding, dilation).to(x.dtype)
+    wide_bias = None if bias is None else _wide(bias)
+    return functional.conv2d(_activate(x, scale, shift), weight, wide_bias, stride, padding, dilation).to(x.dtype)
 
 
 def conv2d_input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation) -> Tensor:

@@ -66,17 +66,17 @@ def _room(x: Tensor, size: int) -> Tensor | None:
     return x.new_empty(size, dtype=torch.uint8)
 
 
-def _forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift) -> Tensor:
+def _forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift, bias) -> Tensor:
     if x.dtype == torch.float64:
         return reference_sparse.conv2d(
-            x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift
+            x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift, bias
         )
     plan = _planned(x.shape, out_channels, (kernel, stride, padding, dilation), values.numel())
     x, y, scratch = _prepare_forward(x, plan)
-    scale, shift = float32(scale), float32(shift)
+    scale, shift, bias = float32(scale), float32(shift), float32(bias)
     core.sparse_convolve(
         plan.sizes, False, address(x), code(x), *_nonzeros(values, index), address(scale), address(shift),
-        address(y), address(scratch), threads(),
+        address(bias), address(y), address(scratch), threads(),
     )  # fmt: skip
     return y
 
@@ -89,7 +89,7 @@ def _nonzeros(values: Tensor, index: Tensor) -> tuple[int, int, int, int, int]:
     return address(values), code(values), address(index), index.numel(), values.numel()
 
 
-def _fake_forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift) -> Tensor:
+def _fake_forward(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift, bias) -> Tensor:
     plan = _planned(x.shape, out_channels, (kernel, stride, padding, dilation), values.numel())
     return _prepare_forward(x, plan)[1]
 
@@ -102,7 +102,7 @@ def _input_gradient(dy, values, index, input_size, kernel, stride, padding, dila
     plan = _planned(input_size, dy.shape[1], (kernel, stride, padding, dilation), values.numel())
     dy, dx, scratch = _prepare_input_gradient(dy, input_size, plan)
     core.sparse_convolve(
-        plan.sizes, True, address(dy), code(dy), *_nonzeros(values, index), 0, 0,
+        plan.sizes, True, address(dy), code(dy), *_nonzeros(values, index), 0, 0, 0,
         address(dx), address(scratch), threads(),
     )  # fmt: skip
     return dx
@@ -145,7 +145,7 @@ def _fake_weight_gradient(
 _GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 forward_op = define(
     f"sparse_conv2d(Tensor x, Tensor values, Tensor index, int out_channels, {_GEOMETRY}, Tensor? scale, "
-    "Tensor? shift) -> Tensor",
+    "Tensor? shift, Tensor? bias) -> Tensor",
     twin=reference_sparse.conv2d,
     fake=_fake_forward,
     compiled=_forward,
@@ -177,11 +177,12 @@ def sparse_conv2d_forward(
     dilation: Any = 1,
     scale: Tensor | None = None,
     shift: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """x [N, in, H, W], nonzeros and index of a weight [out, in, k1, k2] -> y, without a graph."""
+    """x [N, in, H, W], nonzeros and index of a weight [out, in, k1, k2], and a bias -> y, without a graph."""
     shape = _geometry(kernel, stride, padding, dilation)
     _check(x, values, index, out_channels, shape, scale, shift)
-    return forward_op(x, values, index, out_channels, *shape, scale, shift)
+    return forward_op(x, values, index, out_channels, *shape, scale, shift, bias)
 
 
 def sparse_conv2d_input_gradient(
@@ -284,7 +285,7 @@ class _Convolve(torch.autograd.Function):
     def forward(ctx, x, values, index, out_channels, shape):
         ctx.save_for_backward(values, index)
         ctx.input_size, ctx.shape = list(x.shape), shape
-        return forward_op(x, values, index, out_channels, *shape, None, None)
+        return forward_op(x, values, index, out_channels, *shape, None, None, None)
 
     @staticmethod
     def backward(ctx, dy):

@@ -12,24 +12,24 @@ from . import reference_rows
 from .core import core, threads
 from .define import define
 from .sparse_index import bitmap_bytes, require_countable
-from .storage import code, forms, require_contiguous, require_dtype
+from .storage import code, float32, forms, require_contiguous, require_dtype
 
 
-def _forward(launch, x, values, index, rows) -> Tensor:
-    return _multiply(launch, x, values, index, (rows, x.shape[-1]), transposed=False)
+def _forward(launch, x, values, index, rows, bias) -> Tensor:
+    return _multiply(launch, x, values, index, (rows, x.shape[-1]), False, float32(bias))
 
 
 def _input_gradient(launch, dy, values, index, width) -> Tensor:
-    return _multiply(launch, dy, values, index, (dy.shape[-1], width), transposed=True)
+    return _multiply(launch, dy, values, index, (dy.shape[-1], width), True, None)
 
 
-def _multiply(launch, x, values, index, shape, transposed) -> Tensor:
+def _multiply(launch, x, values, index, shape, transposed, bias) -> Tensor:
     x, tokens = x.contiguous(), _tokens(x)
     y = x.new_empty(*x.shape[:-1], shape[transposed])
     scratch = _scratch(x, tokens, shape, values.numel(), transposed, False)
     launch(
         core.sparse_multiply, tokens, *shape, transposed, x, code(x), values, code(values), index, index.numel(),
-        values.numel(), y, scratch, threads(),
+        values.numel(), bias, y, scratch, threads(),
     )  # fmt: skip
     return y
 
@@ -54,7 +54,8 @@ def _scratch(x: Tensor, tokens: int, shape: tuple[int, int], count: int, transpo
 
 
 _forward_op = define(
-    "sparse_linear(Tensor x, Tensor values, Tensor index, int rows) -> Tensor", **forms(_forward, reference_rows.linear)
+    "sparse_linear(Tensor x, Tensor values, Tensor index, int rows, Tensor? bias) -> Tensor",
+    **forms(_forward, reference_rows.linear),
 )
 _input_gradient_op = define(
     "sparse_linear_input_gradient(Tensor dy, Tensor values, Tensor index, int width) -> Tensor",
@@ -66,10 +67,12 @@ _weight_gradient_op = define(
 )
 
 
-def sparse_linear_forward(x: Tensor, values: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Tokens [..., in], nonzeros and index of a weight [rows, in] -> y [..., rows], without a graph."""
+def sparse_linear_forward(
+    x: Tensor, values: Tensor, index: Tensor, rows: int, bias: Tensor | None = None
+) -> Tensor:
+    """Tokens [..., in], nonzeros and index of a weight [rows, in], and a bias -> y [..., rows], without a graph."""
     check_weight(values, index, rows, x.shape[-1])
-    return _forward_op(x, values, index, rows)
+    return _forward_op(x, values, index, rows, bias)
 
 
 def sparse_linear_input_gradient(dy: Tensor, values: Tensor, index: Tensor, width: int) -> Tensor:

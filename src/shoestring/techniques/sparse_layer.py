@@ -138,7 +138,8 @@ class SparseLayer(nn.Module):
 
     def _set_index(self, bits: nonzeros.Bits) -> None:
         # set_, which counts as writing it: through `.data`, materialise() would take it for never filled
-        self.index.set_(from_bitmap(torch.from_numpy(bits), self.numel).to(self.index.device))
+        index: Any = from_bitmap(torch.from_numpy(bits), self.numel)
+        self.index.set_(index.to(self.index.device))
 
     def to_dense(self) -> nn.Module:
         """PyTorch's own layer with the same weights, zeros and all."""

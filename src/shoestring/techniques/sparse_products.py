@@ -76,8 +76,8 @@ class SparseConvolution:
                 f"pass [N, {self.in_channels}, H, W]"
             )
         scale, shift = prologue or (None, None)
-        y = sparse_conv.forward_op(x, self.values, self.index, self.out_channels, *self.geometry, scale, shift)
-        return y if self.bias is None else y.add_(self.bias.view(-1, 1, 1))
+        weight = self.values, self.index, self.out_channels
+        return sparse_conv.forward_op(x, *weight, *self.geometry, scale, shift, self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
         out, (scale, shift) = torch.empty_like(self.values), prologue or (None, None)
@@ -101,8 +101,7 @@ class SparseMatrix:
     out_features: int
 
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
-        y = sparse_linear_forward(x, self.values, self.index, self.out_features)
-        return y if self.bias is None else y.add_(self.bias)
+        return sparse_linear_forward(x, self.values, self.index, self.out_features, self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
         return sparse_linear_weight_gradient(x, grad, self.index, out=torch.empty_like(self.values))
