@@ -1,6 +1,7 @@
 """Microbatches are exact where the loss of the pieces adds up to that of the batch, and refused where it does not."""
 
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from shoestring.techniques import microbatch
 from shoestring.techniques.adding_up import judge, undisturbed
 from shoestring.techniques.microbatch import split_of
 from shoestring.techniques.risk import Risk
+from shoestring.turns import turn
 
 WORDS = 40
 
@@ -400,6 +402,23 @@ def test_a_loss_that_differentiates_inside_is_asked_with_gradients():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     assert verdict(Task(model, forces, torch.randn(8, 4), SGD())).adds_up
+
+
+def test_a_model_that_another_thread_has_is_not_asked():
+    refused = []
+
+    def ask(task):
+        try:
+            verdict(task)
+        except ShoestringError as error:
+            refused.append(str(error))
+
+    task = language()
+    with turn(task.model, "trained"):
+        thread = threading.Thread(target=ask, args=(task,))
+        thread.start()
+        thread.join()
+    assert len(refused) == 1 and "another thread has it and it is being trained there" in refused[0]
 
 
 def test_it_is_asked_once_for_a_task():

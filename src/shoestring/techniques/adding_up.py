@@ -26,6 +26,7 @@ from ..items import Count, candidates, counted, usual
 from ..randomness import seeded
 from ..structure import tensors
 from ..task import Task
+from ..turns import turn
 from .pieces import Split, cut
 
 Batch = Callable[[], Any]  # made for each pass: a loss may well pop its labels out of it
@@ -99,6 +100,11 @@ def judge(task: Task, split: Split) -> Verdict:
         return Verdict(task.microbatches, "" if task.microbatches else "the task says microbatches=False")
     if unknown := _unknowable(task):
         return Verdict(None, unknown)
+    with turn(task.model, "examined"):
+        return _judge(task, split)
+
+
+def _judge(task: Task, split: Split) -> Verdict:
     counts = [task.items] if task.items is not None else candidates(task.batch, task.padding, task.shared)
     try:
         rows = _chosen(task, split, counts)
