@@ -23,6 +23,7 @@ class Augment:
     std: tuple[float, ...]
     pad: int = 4
     flip: bool = True
+    shrink: int = 1  # squares of so many pixels are averaged to one, after the rest
 
     def draw(self, keys: np.ndarray) -> Tensor:
         """Keys (n) -> int8 (n, 3): how far the crop lies down and right of the middle, and if it flips."""
@@ -32,8 +33,9 @@ class Augment:
         return torch.from_numpy(np.stack([down, right, flip], axis=1).astype(np.int8))
 
     def __call__(self, images: Tensor, draws: Tensor) -> Tensor:
-        """uint8 images (n, c, h, w) and their draws (n, 3) -> float32 images of the same shape."""
-        return self.normalise(self.crop(images, draws))
+        """uint8 images (n, c, h, w) and their draws (n, 3) -> float32 images of the same shape, or shrunk."""
+        images = self.normalise(self.crop(images, draws))
+        return functional.avg_pool2d(images, self.shrink) if self.shrink > 1 else images
 
     def crop(self, images: Tensor, draws: Tensor) -> Tensor:
         """Images and draws -> each image padded with black, cropped where drawn, and flipped if drawn."""

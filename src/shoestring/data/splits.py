@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .draws import shuffled
+
 
 class Split(Protocol):
     """What a batch is read from. `keys`, one 64-bit number an image, decide what is drawn while decoding."""
@@ -56,6 +58,26 @@ class MappedSplit:
         height, width = self.parts[0].images.shape[2:]
         top, left = (self.shape[1] - height) // 2, (self.shape[2] - width) // 2
         return images[:, :, top : top + height, left : left + width]
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Some images of a split: those at `places`."""
+
+    split: Split
+    places: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        return self.split.read(self.places[indices], keys)
+
+
+def held_out(split: Split, count: int, seed: int = 0) -> tuple[Picked, Picked]:
+    """A split -> two: all but `count` images chosen at random, and those."""
+    order = shuffled(np.arange(len(split)), len(split), seed)
+    return Picked(split, np.sort(order[count:])), Picked(split, np.sort(order[:count]))
 
 
 def mean_and_std(split: MappedSplit) -> tuple[tuple[float, ...], tuple[float, ...]]:

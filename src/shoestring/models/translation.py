@@ -25,12 +25,17 @@ def dynamicconv_iwslt(
     length: int | None = None,
     source_vocabulary: int = Settings.source_vocabulary,
     target_vocabulary: int = Settings.target_vocabulary,
+    width: int = Settings.width,
 ) -> Task:
-    """The IWSLT'14 recipe on sentences of 20 to 30 tokens, or of `length`; `tokens` counts the targets'."""
+    """The IWSLT'14 recipe on sentences of 20 to 30 tokens, or of `length`; `tokens` counts the targets'.
+
+    Narrower networks have hidden layers of twice their width, as the recipe's own.
+    """
     check_count("tokens", tokens, MOST_TOKENS)
     check_count("source_vocabulary", source_vocabulary, 10**7, least=SPECIAL_IDS + 1)
     check_count("target_vocabulary", target_vocabulary, 10**7, least=SPECIAL_IDS + 1)
-    settings = Settings(source_vocabulary, target_vocabulary)
+    check_count("width", width, 65_536)
+    settings = Settings(source_vocabulary, target_vocabulary, width, 2 * width)
     if length is not None:
         check_count("length", length, settings.most_positions)
     pairs = random_pairs(generator, tokens, (length, length) if length else USUAL_LENGTHS, settings)

@@ -60,7 +60,9 @@ def lean_task(task: Task, plan: Plan) -> Task:
         raise ShoestringError(f"the plan asks for {sorted(unknown)[0]}, which is not there: known are {sorted(known)}")
     for technique in REGISTRY:
         if technique.name in wanted:
-            task = technique.apply(task, technique.settings(wanted[technique.name]))
+            value = wanted[technique.name]
+            make: Any = technique.settings
+            task = technique.apply(task, make(**value) if isinstance(value, dict) else make(value))
     return task
 
 

@@ -80,11 +80,14 @@ class ImageWork:
 
 
 def image_work(
-    task: Task, images: Images, seed: int, loss: Loss | None = None, schedule: str = "constant"
+    task: Task, images: Images, seed: int, loss: Loss | None = None, schedule: str = "constant", shrink: int = 1
 ) -> ImageWork:
-    """A task on (float images, labels), and images -> the same task on those; `loss` replaces the task's."""
-    _check_images(task, images)
-    augment = Augment(images.mean, images.std)
+    """A task on (float images, labels), and images -> the same task on those; `loss` replaces the task's.
+
+    `shrink` averages squares of so many pixels to one: the model takes images that are so many times smaller.
+    """
+    _check_images(task, images, shrink)
+    augment = Augment(images.mean, images.std, shrink=shrink)
     size = task.batch[0].shape[0]
     batch = ImageBatches(images.train, size, augment, seed).read(0, 0)
     task = task.with_(loss=on_images(loss or task.loss, augment), batch=batch, microbatches=task.microbatches)
@@ -99,9 +102,10 @@ def takes_images(task: Task) -> bool:
     return False
 
 
-def _check_images(task: Task, images: Images) -> None:
+def _check_images(task: Task, images: Images, shrink: int = 1) -> None:
     """Refuses images of another shape than the task's, and classes that the model has no scores for."""
-    wanted = tuple(task.batch[0].shape[1:])
+    channels, height, width = task.batch[0].shape[1:]
+    wanted = channels, height * shrink, width * shrink
     if wanted != images.shape:
         raise ShoestringError(
             f"the data has images of {images.shape} (channels, height, width) and the model takes {wanted}: "

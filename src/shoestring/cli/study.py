@@ -1,0 +1,150 @@
+"""`shoestring study`: the papers' tables and figures, run again."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShoestringError
+from .options import command, print_json, whole_number
+
+if TYPE_CHECKING:
+    from ..studies.jobs import Store
+
+EXAMPLES = (
+    "list",
+    "show table3",
+    "run table3 --scale memory",
+    "run figure3 --scale small --data DIR --jobs 2",
+    "status figure3 --scale small --data DIR",
+    "report table3 --scale memory --json",
+)
+ACTIONS = ("list", "show", "run", "status", "report")
+
+
+def add(subparsers: Any) -> None:
+    parser = command(subparsers, "study", run, "run the papers' tables and figures again", EXAMPLES)
+    parser.add_argument("action", choices=ACTIONS, help=", ".join(ACTIONS))
+    parser.add_argument("name", nargs="?", metavar="STUDY", help="its name, or a .toml file (see `study list`)")
+    parser.add_argument(
+        "--scale", choices=("memory", "small", "full"), default="memory",
+        help="memory: count and measure, train nothing (default); small: minutes to an hour a trial; full: the paper's",
+    )  # fmt: skip
+    parser.add_argument("--data", metavar="DIR", help="the folder that holds cifar-10-batches-bin, multi30k.de-en, ...")
+    where = "where jobs and results are; machines that share it share the work (default: runs/studies)"
+    parser.add_argument("--store", type=Path, default=Path("runs/studies"), metavar="DIR", help=where)
+    parser.add_argument("--jobs", type=whole_number(1, 1024), default=1, metavar="N", help="side by side (default: 1)")
+    parser.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="per job (default: 1)")
+    parser.add_argument("--nice", type=whole_number(0, 19), default=10, metavar="N", help="of the jobs (default: 10)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where jobs run (default: local)")
+    parser.add_argument("--retry", action="store_true", help="also run again what failed")
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..studies import study as studies
+
+    if args.action == "list":
+        return _list(args)
+    if args.name is None:
+        raise ShoestringError(f"`study {args.action}` needs a study: one of {', '.join(studies.names())}")
+    return {"show": _show, "run": _run, "status": _status, "report": _report}[args.action](args)
+
+
+def _list(args: argparse.Namespace) -> int:
+    from ..studies.study import PAPERS, load, names
+
+    found = [load(name) for name in names()]
+    if args.json:
+        print_json([{"study": s.name, "place": s.place, "title": s.title, "paper": PAPERS[s.paper]} for s in found])
+        return 0
+    for study in found:
+        print(f"{study.name:<20} {study.place:<18} {study.title}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from ..studies.study import PAPERS, load
+
+    study = load(args.name)
+    if args.json:
+        from dataclasses import asdict
+
+        print_json(asdict(study))
+        return 0
+    print(f"{study.place}: {study.title}\n{PAPERS[study.paper]}")
+    if study.about:
+        print(study.about)
+    print(f"{len(study.rows)} rows of {study.model}:")
+    for row in study.rows:
+        printed = ", ".join(f"{key} {value}" for key, value in row.paper.items())
+        print(f"  {row.label:<28} {'paper: ' + printed if printed else ''}".rstrip())
+    for name, scale in study.scales.items():
+        length = f"{scale.epochs} epochs" if scale.epochs else f"{scale.updates} updates"
+        print(f"scale {name}: {length} on {scale.data}, {len(scale.seeds)} seed(s) per row unless told")
+    print("claims:")
+    for claim in study.claims:
+        print(f"  {claim['claim']}")
+    return 0
+
+
+def _store(args: argparse.Namespace) -> "Store":
+    from ..studies.jobs import Store
+
+    return Store(args.store)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from ..studies.runner import jobs_of, run, seconds_left
+    from ..studies.study import load
+
+    study, store = load(args.name), _store(args)
+    if args.scale != "memory" and study.scale(args.scale) is None:
+        raise ShoestringError(f"{study.name} is not trained at scale {args.scale}: use --scale memory")
+    jobs = jobs_of(study, args.scale, args.data)
+
+    def tell(what: str, job: dict[str, Any], more: str) -> None:
+        done = sum(store.state(other) in ("done", "failed") for other in jobs)
+        left = seconds_left(store, jobs, args.jobs)
+        rest = f", about {left / 60:,.0f} min left" if left else ""
+        words = " ".join(f"{key}={value}" for key, value in job["settings"].items())
+        seed = f" seed {job['seed']}" if "seed" in job else ""
+        reason = f": {more}" if more else ""
+        print(f"[{done}/{len(jobs)}{rest}] {what} {job['kind']} {job['model']} {words}{seed}{reason}", file=sys.stderr)
+
+    run(store, jobs, workers=args.jobs, threads=args.threads, nice=args.nice, root=args.data, engine=args.engine,
+        retry=args.retry, progress=tell)  # fmt: skip
+    return _report(args)
+
+
+def _status(args: argparse.Namespace) -> int:
+    from ..studies.runner import jobs_of, seconds_left
+    from ..studies.study import load
+
+    study, store = load(args.name), _store(args)
+    jobs = jobs_of(study, args.scale, args.data)
+    states = [store.state(job) for job in jobs]
+    counts = {state: states.count(state) for state in ("done", "running", "waiting", "failed")}
+    failures = [reason for job in jobs if (reason := store.reason(job))]
+    left = seconds_left(store, jobs, args.jobs)
+    if args.json:
+        print_json({"study": study.name, "scale": args.scale, **counts, "seconds_left": left, "failures": failures})
+        return 0
+    rest = f"; about {left / 60:,.0f} min left with --jobs {args.jobs}" if left and counts["waiting"] else ""
+    print(f"{study.name} at {args.scale}: " + ", ".join(f"{n} {state}" for state, n in counts.items()) + rest)
+    for reason in failures:
+        print(f"  failed: {reason}")
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from ..reporting.studies import lines
+    from ..studies.results import report
+    from ..studies.study import load
+
+    study = load(args.name)
+    found = report(study, args.scale, _store(args), args.data)
+    if args.json:
+        print_json(found)
+    else:
+        print("\n".join(lines(study, found)))
+    return 0

@@ -1,0 +1,52 @@
+"""A study's results in words: a table of its rows beside what the paper printed, and its claims judged."""
+
+from typing import Any
+
+from ..studies.study import PAPERS, Study
+
+MB = 1e6
+
+
+def lines(study: Study, found: dict[str, Any]) -> list[str]:
+    """The results of `studies.results.report` -> the lines of a page."""
+    heads = ["", "paper, MB", "by its rules", "predicted", "on the heap"]
+    heads += [f"paper's {study.quality}", study.quality] if study.quality else []
+    table = [heads, *(_cells(study, row) for row in found["rows"])]
+    widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
+    body = [_aligned(row, widths) for row in table]
+    claims = [_claim(claim) for claim in found["claims"]]
+    title = f"{study.place}: {study.title}, scale {found['scale']}"
+    return [title, PAPERS[study.paper], "", *body, "", *(["claims"] if claims else []), *claims]
+
+
+def _aligned(cells: list[str], widths: list[int]) -> str:
+    first, *rest = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    return "  ".join([first.strip().ljust(widths[0]), *rest]).rstrip()
+
+
+def _cells(study: Study, row: dict[str, Any]) -> list[str]:
+    paper, quality = row["paper"], row["quality"]
+    memory = [_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
+    cells = [row["label"], f"{paper['memory_mb']:g}" if "memory_mb" in paper else "", *memory]
+    if study.quality:
+        printed = _with_interval(paper.get(study.quality), paper.get("interval"))
+        cells += [printed, _with_interval(quality.get(study.quality), quality.get("interval"), len(row["seeds"]))]
+    return cells
+
+
+def _mb(size: int | None) -> str:
+    return "" if size is None else f"{size / MB:.2f}" if size < 100 * MB else f"{size / MB:.1f}"
+
+
+def _with_interval(value: float | None, interval: float | None, seeds: int | None = None) -> str:
+    if value is None:
+        return ""
+    count = f" ({seeds} seed{'s' if seeds != 1 else ''})" if seeds else ""
+    return f"{value:.2f}" + (f" ± {interval:.2f}" if interval is not None else "") + count
+
+
+def _claim(claim: dict[str, Any]) -> str:
+    ours = "" if claim["ours"] is None else f"ours {_with_interval(claim['ours'], claim['interval'])}; "
+    paper = "" if claim["paper"] is None else f"paper {claim['paper']:g}; "
+    note = f" ({claim['note']})" if claim["note"] else ""
+    return f"  {claim['verdict']}: {claim['claim']} [{(paper + ours).rstrip('; ')}]{note}"

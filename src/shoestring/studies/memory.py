@@ -1,0 +1,80 @@
+"""The memory of a row, counted three ways: by the paper's rules, predicted, and measured on the heap."""
+
+from typing import Any
+
+from ..errors import ShoestringError
+from ..ledger import Category
+from ..measuring import calibrated, measure_heap
+from ..models import builtin, materialise
+from ..planning.plan import Plan
+from ..profiling import profile
+from ..profiling.paper import paper_profile
+from ..task import Task
+from ..training.apply import LeanTask, apply
+
+RULES = ("nonzero", "precision", "checkpoint", "microbatch")  # what the paper's rules know
+
+_batches: dict[str, Any] = {}
+
+
+def memory(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """A built-in model, the sizes of its batch, a row's settings and plan -> bytes at the peak of a step.
+
+    `measured_bytes` is the heap's, building the model included, the batch not; `predicted_bytes` counts the same, but
+    for Python's objects. What cannot be counted is None, with the reason in `notes`.
+    """
+    found: dict[str, Any] = {"notes": {}}
+    for name, count in (("rules_bytes", _rules), ("predicted_bytes", _predicted), ("measured_bytes", _measured)):
+        try:
+            found |= {name: None} | count(model, sizes, settings, plan)
+        except ShoestringError as error:
+            found["notes"][name] = str(error)
+    return found
+
+
+def _rules(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    unknown = sorted(set(settings) - {*RULES, "model", "lr_multiplier", "method", "simulated"})
+    if [key for key in unknown if not key.startswith("rewire_")] or settings.get("precision") == "bf16":
+        raise ShoestringError(f"the paper's rules do not know {', '.join(unknown) or 'bf16'}")
+    counted = paper_profile(model, **_only(sizes, "batch", "tokens"), **_only(settings, *RULES))
+    return {"rules_bytes": counted.peak_bytes, "rules_flops_ratio": counted.flops["ratio"]}
+
+
+def _predicted(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    task = apply(builtin(model, device="meta", **sizes), plan).task  # type: ignore[arg-type]
+    traced = calibrated(lambda table: profile(task, table))
+    own = traced.ledger.only(*(set(Category) - {Category.INPUT})).peak().bytes
+    return {"predicted_bytes": own, "flops_ratio": traced.flops["ratio"]}
+
+
+def _measured(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    reading = measure_heap(f"{__name__}:steps", [model, sizes, plan.techniques()])
+    return {"measured_bytes": reading.peak_bytes}
+
+
+def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def steps(model: str, sizes: dict[str, int], techniques: dict[str, Any], count: int = 2) -> LeanTask:
+    """Builds a model straight into its lean form and runs `count` updates: what the heap meter measures.
+
+    In FP16 it goes on until an update was made: the first ones may be skipped, and leave no optimizer state.
+    """
+    task = builtin(model, device="meta", **sizes)  # type: ignore[arg-type]
+    # The batch is made in the warm-up and stays: data is not the training's memory.
+    batch = _batches.setdefault(f"{model} {sizes}", task.batch)
+    lean = built(task.with_(batch=batch), Plan(**techniques))
+    del task  # nor is the description of the dense model
+    for _ in range(count):
+        lean.step(batch)
+    while not lean.stepper.optimizer.state and lean.task.scaling is not None:
+        lean.step(batch)
+    return lean
+
+
+def built(task: Task, plan: Plan) -> LeanTask:
+    """A task on the meta device -> the task under the plan, its weights made straight in their lean form."""
+    lean = apply(task, plan)
+    materialise(lean.model)
+    return lean

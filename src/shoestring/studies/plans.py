@@ -1,0 +1,51 @@
+"""The settings of a study's row -> a plan and a model: the words of studies beside those of plans."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..models.tuned import learning_rate_multiplier
+from ..planning.plan import Plan
+from .study import Row, Scale, Study
+
+PLAIN = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}
+
+
+def model_of(study: Study, row: Row) -> str:
+    return row.settings.get("model", study.model)
+
+
+def size_of(study: Study, scale: Scale | None = None) -> dict[str, int]:
+    """The batch, or the tokens, of a step."""
+    batch = (scale and scale.batch) or study.batch
+    tokens = (scale and scale.tokens) or study.tokens
+    return {"tokens": tokens} if tokens is not None else {"batch": batch or 100}
+
+
+def plan_of(settings: Mapping[str, Any], size: int) -> Plan:
+    """A row's settings and the size of the batch -> the plan; what asks for nothing is left out of it."""
+    values: dict[str, Any] = {
+        key: settings[key]
+        for key in ("precision", "optimizer", "checkpoint")
+        if key in settings and settings[key] != PLAIN.get(key)
+    }
+    if "activations" in settings:
+        values["keep"] = settings["activations"]
+    if settings.get("nonzero", 100) < 100:
+        values["nonzero"] = _sparsity(settings)
+    if settings.get("microbatch", size) < size:
+        simulated = {"size": settings["microbatch"], "simulated": True}
+        values["microbatch"] = simulated if settings.get("simulated") else settings["microbatch"]
+    return Plan(**values)
+
+
+def _sparsity(settings: Mapping[str, Any]) -> Any:
+    words = {"method": "method", "rewire_fraction": "fraction_multiplier", "rewire_frequency": "frequency_multiplier"}
+    more = {words[key]: settings[key] for key in words if key in settings}
+    return {"nonzero": settings["nonzero"], **more} if more else settings["nonzero"]
+
+
+def lr_multiplier(model: str, settings: Mapping[str, Any], width: int | None = None) -> float:
+    """The row's own, or the one that the paper found for that network and sparsity (Tables 6 and 7)."""
+    if "lr_multiplier" in settings:
+        return float(settings["lr_multiplier"])
+    return learning_rate_multiplier(model, settings.get("nonzero", 100), width)

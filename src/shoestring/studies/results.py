@@ -1,0 +1,132 @@
+"""What a study found: its rows, and the paper's claims judged by them."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .jobs import Store
+from .plans import model_of
+from .runner import memory_job, training_jobs
+from .study import QUALITIES, Row, Study
+
+CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not confirmed", "not testable at this scale"
+MB = 1e6
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds and the half-width of its 95% interval (1.96 standard errors); None with a single seed."""
+
+    value: float
+    interval: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Estimate | None":
+        if not values:
+            return None
+        error = 1.96 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.mean(values), error, len(values))
+
+    def minus(self, other: "Estimate") -> "Estimate":
+        known = self.interval is not None and other.interval is not None
+        error = math.hypot(self.interval, other.interval) if known else None  # type: ignore[arg-type]
+        return Estimate(self.value - other.value, error, min(self.count, other.count))
+
+
+def report(study: Study, scale: str, store: Store, root: str | None = None) -> dict[str, Any]:
+    """A study and the store of its jobs -> rows and claims, as far as they are done."""
+    rows = [_row(study, row, scale, store, root) for row in study.rows]
+    claims = [judge(claim, rows) for claim in study.claims]
+    return {"study": study.name, "scale": scale, "title": study.title, "place": study.place,
+            "rows": rows, "claims": claims}  # fmt: skip
+
+
+def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
+    scale = study.scale(scale_name)
+    memory = store.result(memory_job(study, row, scale)) or {}
+    jobs = training_jobs(study, row, scale, root) if scale_name != "memory" and scale is not None else []
+    trained = [(job, store.result(job)) for job in jobs]
+    values = [result["quality"] for _, result in trained if result]
+    estimate = Estimate.of(values)
+    quality = {}
+    if estimate:
+        quality = {study.quality: estimate.value, "interval": estimate.interval, "values": values}
+    return {
+        "label": row.label,
+        "settings": {"model": model_of(study, row)} | row.settings,
+        "paper": row.paper,
+        **{key: memory.get(key) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")},
+        **{key: memory[key] for key in ("flops_ratio", "rules_flops_ratio") if key in memory},
+        "quality": quality,
+        "seeds": [job["seed"] for job, result in trained if result],
+        "failed": [reason for job in jobs if (reason := store.reason(job))],
+        "notes": memory.get("notes", {}),
+    }
+
+
+def metric_of(row: Mapping[str, Any], metric: str) -> Estimate | None:
+    """A row's figure: accuracy, bleu, rules_mb, predicted_mb, measured_mb, flops_percent or rules_flops_percent."""
+    if metric in row["quality"]:
+        return Estimate(row["quality"][metric], row["quality"]["interval"], len(row["seeds"]))
+    if metric.endswith("_mb"):
+        value = row.get(metric.removesuffix("_mb") + "_bytes")
+        return None if value is None else Estimate(value / MB, None, 1)
+    if metric.endswith("flops_percent"):
+        ratio = row.get(metric.removesuffix("percent") + "ratio")
+        return None if ratio is None else Estimate(100 * (ratio - 1), None, 1)
+    return None
+
+
+def judge(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A claim and the rows -> what the paper says, what was found, and the verdict."""
+    found = _every(claim, rows) if claim.get("every") else _one(claim, rows)
+    verdict, note = (NOT_TESTABLE, "") if found is None else _verdict(claim, found)
+    return {
+        "claim": claim["claim"],
+        "paper": claim.get("paper"),
+        "ours": None if found is None else found.value,
+        "interval": None if found is None else found.interval,
+        "verdict": verdict,
+        "note": note,
+    }
+
+
+def _one(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> Estimate | None:
+    by_label = {row["label"]: row for row in rows}
+    found = metric_of(by_label[claim["row"]], claim["metric"])
+    for word in ("minus", "over"):
+        if found is not None and word in claim:
+            other = metric_of(by_label[claim[word]], claim["metric"])
+            if other is None:
+                return None
+            found = found.minus(other) if word == "minus" else Estimate(found.value / other.value, None, 1)
+    return found
+
+
+def _every(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> Estimate | None:
+    """The largest ratio of our figure to the paper's over all rows that have both."""
+    pairs = [(metric_of(row, claim["metric"]), row["paper"].get("memory_mb")) for row in rows]
+    ratios = [found.value / printed for found, printed in pairs if found is not None and printed]
+    complete = ratios and len(ratios) == sum(bool(printed) for _, printed in pairs)
+    return Estimate(max(ratios), None, 1) if complete else None
+
+
+def _verdict(claim: Mapping[str, Any], found: Estimate) -> tuple[str, str]:
+    """Confirmed if the bound holds; with intervals, if it holds at the interval's worse end too."""
+    value, printed = found.value, claim.get("paper", 1.0)
+    if "digits" in claim:
+        return (CONFIRMED if round(value, claim["digits"]) == printed else NOT_CONFIRMED), ""
+    if "percent" in claim:
+        return (CONFIRMED if abs(value / printed - 1) <= claim["percent"] / 100 else NOT_CONFIRMED), ""
+    low, high = claim.get("at_least", -math.inf), claim.get("at_most", math.inf if "at_least" in claim else 1.0)
+    holds = low <= value <= high
+    if found.interval is None:
+        trained = claim["metric"] in QUALITIES
+        return (CONFIRMED if holds else NOT_CONFIRMED), "a single seed: no interval" if trained else ""
+    surely = low <= value - found.interval and value + found.interval <= high
+    if surely:
+        return CONFIRMED, ""
+    return NOT_CONFIRMED, "the bound holds for the mean, but not at the interval's end" if holds else ""

@@ -1,0 +1,90 @@
+"""One job, in a process of its own: `python -m shoestring.studies.trial JOB FOLDER ANSWER`.
+
+A `memory` job counts and measures a step. A `train` job trains in FOLDER/run, from its newest save if it was killed.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import ShoestringError
+from .data import find_data
+from .plans import lr_multiplier, plan_of
+
+
+def main(job_path: str, folder: str, answer: str) -> int:
+    job = json.loads(Path(job_path).read_text())
+    outcome: dict[str, Any]
+    try:
+        outcome = {"result": _KINDS[job["kind"]](job, Path(folder))}
+    except ShoestringError as error:
+        outcome = {"error": str(error)}
+    except Exception as error:  # told as it is: the other trials go on
+        outcome = {"error": f"{type(error).__name__}: {error}"}
+    Path(answer).write_text(json.dumps(outcome))
+    return 0 if "result" in outcome else 1
+
+
+def measure(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from .memory import memory
+
+    sizes = job["sizes"]
+    plan = plan_of(job["settings"], next(sizes[key] for key in ("tokens", "batch") if key in sizes))
+    return memory(job["model"], sizes, job["settings"], plan)
+
+
+def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Trains as the job says -> the quality by epoch and what else is told of a trial."""
+    import torch
+
+    from ..training.loop import train
+    from ..training.schedules import schedule
+    from .sessions import session
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    lesson = session(job, find_data(job["data"]["name"]))
+    length = {key: job[key] for key in ("epochs", "updates") if job.get(key)}
+    updates = length.get("updates") or length["epochs"] * len(lesson.data)
+    run = folder / "run"
+    record = train(
+        lesson.lean,
+        lesson.data,
+        run=run,
+        resume=(run / "record.json").exists(),
+        schedule=schedule(job["schedule"] or lesson.schedule, updates),
+        evaluation=lesson.evaluation,
+        seed=job["seed"],
+        save_seconds=300.0,
+        **length,
+    )
+    return {
+        "quality_name": record.quality_name,
+        "quality": record.quality,
+        "best_quality": record.best_quality,
+        "by_epoch": _by_epoch(run / "log.jsonl", record.quality_name),
+        "updates": record.updates,
+        "seconds": record.seconds,
+        "environment": record.environment | {"cpu_model": cpu_model()},
+        "lr_multiplier": lr_multiplier(job["model"], job["settings"], job.get("width")),
+    }
+
+
+def _by_epoch(log: Path, name: str) -> list[float]:
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+_KINDS = {"memory": measure, "train": train}
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

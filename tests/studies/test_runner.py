@@ -1,0 +1,105 @@
+"""A small study, run for real: trained, killed, resumed, shared by two workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from layouts import write_cifar_binary
+
+from shoestring.studies.jobs import Store
+from shoestring.studies.results import report
+from shoestring.studies.runner import jobs_of, run
+from shoestring.studies.study import parse
+
+TEXT = """title = "tiny"
+paper = "sohoni"
+place = "Table 0"
+model = "wrn-10-0.5"
+batch = 10
+quality = "accuracy"
+
+[[rows]]
+label = "plain"
+
+[[rows]]
+label = "lean"
+microbatch = 5
+checkpoint = "residual-1*"
+
+[[rows]]
+label = "impossible"
+checkpoint = "residual-0"
+
+[scales.small]
+image = 16
+epochs = 2
+seeds = [0, 1]
+"""
+
+
+@pytest.fixture
+def study():
+    return parse(TEXT, "tiny", "tiny.toml")
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_cifar_binary(tmp_path / "cifar-10-batches-bin", count=12)
+    return str(tmp_path)
+
+
+def trainings(study, data, *labels):
+    return [job for job in jobs_of(study, "small", data) if job["kind"] == "train"
+            and job["settings"] in [row.settings for row in study.rows if row.label in labels]]  # fmt: skip
+
+
+def test_rows_are_trained_once_per_seed_and_a_failure_does_not_stop_the_others(study, data, tmp_path):
+    store, told = Store(tmp_path / "store"), []
+    jobs = trainings(study, data, "plain", "lean", "impossible")
+    run(store, jobs, root=data, nice=0, progress=lambda what, job, more: told.append(what))
+    assert told.count("done") == 4 and told.count("failed") == 2
+    found = {row["label"]: row for row in report(study, "small", store, data)["rows"]}
+    assert found["plain"]["seeds"] == found["lean"]["seeds"] == [0, 1]
+    assert 0 <= found["plain"]["quality"]["accuracy"] <= 100
+    assert "there is no checkpoint strategy 'residual-0'" in found["impossible"]["failed"][0]
+    again = []
+    run(store, jobs, root=data, progress=lambda what, job, more: again.append(what))
+    assert again == []  # nothing is run twice
+
+
+def test_two_runners_on_one_folder_never_run_the_same_trial(study, data, tmp_path):
+    store, told = Store(tmp_path / "store"), []
+    jobs = trainings(study, data, "plain")
+    run(store, jobs, workers=2, root=data, nice=0, progress=lambda what, job, more: told.append((what, job["seed"])))
+    assert sorted(told) == [("done", 0), ("done", 1), ("started", 0), ("started", 1)]
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from shoestring.studies.jobs import Store
+from shoestring.studies.runner import run
+run(Store(Path(sys.argv[1])), json.loads(sys.argv[2]), root=sys.argv[3], nice=0)
+"""
+
+
+@pytest.mark.slow
+def test_a_runner_that_was_killed_goes_on_from_its_saves_to_the_same_result(study, data, tmp_path):
+    jobs = [job | {"epochs": 30} for job in trainings(study, data, "plain")[:1]]
+    whole, killed = Store(tmp_path / "whole"), Store(tmp_path / "killed")
+    run(whole, jobs, root=data, nice=0)
+    command = [sys.executable, "-c", SCRIPT, str(killed.path), json.dumps(jobs), data]
+    first = subprocess.Popen(command, start_new_session=True)
+    deadline = time.time() + 60
+    while not list(killed.path.glob("work/*/run/saves/*")) and time.time() < deadline:
+        time.sleep(0.05)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    for claim in (killed.path / "claimed").iterdir():
+        os.utime(claim, (0, 0))  # as after the lease
+    run(killed, jobs, root=data, nice=0)
+    assert killed.result(jobs[0])["by_epoch"] == whole.result(jobs[0])["by_epoch"]
