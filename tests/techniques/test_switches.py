@@ -11,7 +11,8 @@ from runs import distance, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from shoestring import SGD, Plan, ShoestringError, Task, apply, profile
+from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring.profiling import profile
 from shoestring.techniques.switches import switched
 
 STRATEGIES = ("residual-1", "residual-2*", "optimal")
@@ -79,11 +80,20 @@ def test_a_model_that_checkpoints_its_blocks_trains_as_if_it_did_not(strategy, h
         assert all(torch.allclose(lean.buffers[name], plain.buffers[name]) for name in plain.buffers)
 
 
-@pytest.mark.parametrize("how", CALLS)
-def test_a_model_that_checkpoints_its_blocks_is_profiled(how):
-    under_plan = profile(apply(task(how), Plan(checkpoint="residual-1")).task)
-    assert under_plan.peak_bytes == profile(apply(task("none" if how != "some" else how),
-                                                  Plan(checkpoint="residual-1")).task).peak_bytes  # fmt: skip
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "sequential", "all"])
+def test_a_model_that_checkpoints_its_blocks_is_profiled_as_if_it_did_not(how):
+    def peak(how):
+        return profile(apply(task(how), Plan(checkpoint="residual-1")).task).peak_bytes
+
+    assert peak(how) == peak("none")
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not reentrant", "sequential", "all"])
+@pytest.mark.parametrize("plan", [Plan(checkpoint="no-bn"), Plan(checkpoint="every-3"), Plan(precision="fp16")])
+def test_lean_operations_in_a_model_that_checkpoints_compute_what_they_compute_without(plan, how):
+    without, lean = run(apply(task("none"), plan).task, 1), run(apply(task(how), plan).task, 1)
+    assert distance(lean.gradients[0], without.gradients[0]) == 0
+    assert all(torch.equal(lean.buffers[name], without.buffers[name]) for name in without.buffers)
 
 
 def test_torch_checkpoints_again_after_a_step_and_meanwhile_in_other_threads():
@@ -161,8 +171,7 @@ PREPARED = {
 
 
 @pytest.mark.parametrize("prepared", PREPARED)
-@pytest.mark.parametrize("make", [gpt2, gemma, t5])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("make", "strategy"), [(gpt2, "residual-1"), (gemma, "residual-2*"), (t5, "optimal")])
 def test_transformers_with_their_cache_or_checkpointing_on_train_as_without(strategy, make, prepared):
     plain = run(language(make), 1)
     given = language(make, PREPARED[prepared])
@@ -170,7 +179,7 @@ def test_transformers_with_their_cache_or_checkpointing_on_train_as_without(stra
     lean = run(apply(given, Plan(checkpoint=strategy)).task, 1)
     assert distance(lean.gradients[0], plain.gradients[0]) < 1e-6
     assert (given.model.config.use_cache, given.model.is_gradient_checkpointing) == before
-    assert profile(apply(given, Plan(checkpoint=strategy)).task).peak_bytes > 0
+    assert profile(apply(given, Plan(checkpoint=strategy)).task, steps=1).peak_bytes > 0
 
 
 def test_a_cache_that_is_asked_for_and_cannot_be_rerun_is_named():

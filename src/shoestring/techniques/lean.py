@@ -40,6 +40,7 @@ from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_argum
 from .placeholders import METADATA, Norm, Placeholders, Record
 from .products import Convolution, Linear
 from .sparse_products import sparse_convolution
+from .switches import without_checkpoints
 from .tape import Tape, changes_its_input
 from .widened import is_narrow, widened
 
@@ -69,7 +70,7 @@ class LeanPass:
         run = LeanRun(model, self.lean, self.patterns)
         token = _current.set(run)
         try:
-            with run:
+            with run, without_checkpoints():
                 yield
             run.placeholders.close()
         finally:

@@ -1,9 +1,10 @@
-"""Switches of a model that a step with checkpointed regions sets for itself, and sets back after it.
+"""Switches of a model that a step sets for itself, and sets back after it.
 
-The model's own checkpointing goes, for the regions take its place: `torch.utils.checkpoint` calls its function as if it
-were not there. So does the cache of keys and values of transformers (`config.use_cache`): it is for generating text,
-the loss does not depend on it, and it would hold what checkpointing lets go. transformers does the same under its own
-checkpointing.
+The model's own checkpointing goes: `torch.utils.checkpoint` calls its function as if it were not there. Regions take
+its place; and it counts the tensors that operations save, of which lean ones save others, and keep them otherwise.
+
+With regions, the cache of keys and values of transformers (`config.use_cache`) goes too: it is for generating text, the
+loss does not depend on it, and it would hold what checkpointing lets go. transformers does the same.
 """
 
 import threading
@@ -28,7 +29,7 @@ def switched(model: nn.Module) -> Iterator[None]:
         for config in configs.values():
             if getattr(config, "use_cache", None) is True:
                 _switch(stack, config, "use_cache")
-        stack.enter_context(_direct())
+        stack.enter_context(without_checkpoints())
         yield
 
 
@@ -62,7 +63,7 @@ def _generator(*call: Any, **more: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _direct() -> Iterator[None]:
+def without_checkpoints() -> Iterator[None]:
     """torch.utils.checkpoint does nothing but call its function inside the context, in this thread."""
     with _lock:
         _threads.append(threading.get_ident())
