@@ -41,6 +41,10 @@ class Faker:
     def _leaf(self, leaf: Any) -> Any:
         return self.tree(leaf) if isinstance(leaf, Tensor) else leaf
 
+    def pairs(self) -> Iterator[tuple[torch.UntypedStorage, Tensor]]:
+        """The storages that were faked, each with the fake that stands for all of it."""
+        yield from self._bases.values()
+
     def forget(self) -> None:
         """Lets go of all fakes, so that they live as long as their users want them."""
         self._bases.clear()

@@ -1,7 +1,8 @@
 """`profile(task) -> Profile`: two whole training steps traced, their peak attributed to the last byte."""
 
 import logging
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
@@ -23,8 +25,11 @@ from ..structure import tensors
 from ..task import Task
 from ..training.step import Stepper
 from ..units import format_bytes
+from .choices import Choices, short
 from .fakes import Faker, faked
 from .trace import Tracer, home
+
+WAYS = 8  # that are tried, at most, where a step goes by what nobody can know
 
 
 @dataclass(frozen=True)
@@ -112,16 +117,62 @@ def profile(
     A `brief` one has the same peak sooner: it puts optimizer state and gradients in place and runs the largest
     microbatch alone. Its FLOPs are those of what it ran.
     """
+    tracer = _larger_way(lambda choices: _traced(task, workspace, steps, brief, choices))
+    return _summarise(task, tracer)
+
+
+def _larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
+    """Traces a task both ways at each place that goes by what nobody can know -> the trace that needs more memory."""
+    tracer, tried = _first_way(trace), 0
+    told: dict[str, None] = {}
+    todo = list(tracer.choices.asked)
+    while todo and tried < WAYS:
+        place, tried = todo.pop(0), tried + 1
+        try:
+            other = trace(tracer.choices.flipped(place))
+        except Exception:  # a way that cannot be gone
+            continue
+        peaks = tracer.ledger.peak().bytes, other.ledger.peak().bytes
+        todo += [new for new in other.choices.asked if new not in tracer.choices.asked and new not in todo]
+        why = tracer.choices.asked[place]
+        tracer = other if peaks[1] > peaks[0] else tracer
+        if peaks[0] != peaks[1]:
+            told[f"{why} at {short(place)}: the way that needs more memory is counted"] = None
+    tracer.unseen |= told
+    return tracer
+
+
+def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
+    """A way that can be gone: where one ends in an error, the last place before it may go the other way."""
+    choices = Choices()
+    for _ in range(WAYS):
+        try:
+            return trace(choices)
+        except Exception:
+            turns = [place for place in choices.asked if place not in choices.answers]
+            if not turns:
+                raise
+            choices = choices.flipped(turns[-1])
+    return trace(choices)
+
+
+def _traced(
+    task: Task, workspace: Mapping[str, int | None] | None, steps: int, brief: bool, choices: Choices
+) -> Tracer:
     pieces = list(task.split(task.batch))
     weights = task.weights(pieces)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, _device(task))
     batch, fakes = faker.tree(task.batch), faker.tree(pieces)  # the batch outlives its pieces
-    tracer = Tracer(workspace)
+    tracer = Tracer(workspace, choices)
     parameters = list(task.model.named_parameters())
     with _told_clearly(task), torch.random.fork_rng(devices=[]), faked(task.model, faker):
+        learned = {parameter.untyped_storage()._cdata for _, parameter in task.model.named_parameters()}
+        for real, fake in faker.pairs():
+            if fake.untyped_storage()._cdata not in learned:
+                tracer.values.lend(fake, real)
         faker.forget()
-        with mode, listen(tracer.enter_phase):
+        with mode, listen(tracer.enter_phase), choices.drawing(), _as_in_a_run():
             for tensor in tensors([batch, fakes]):
                 tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
             with tracer.inside(task.model):
@@ -132,7 +183,24 @@ def profile(
         for path, parameter in parameters:
             if isinstance(parameter.grad, FakeTensor):
                 tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
-    return _summarise(task, tracer)
+    for place, why in choices.asked.items():
+        if why != "a random draw":
+            tracer.unseen[f"{why} is read at {short(place)}: {int(choices.answers.get(place, True))} is assumed"] = None
+    return tracer
+
+
+@contextmanager
+def _as_in_a_run() -> Iterator[None]:
+    """Transformers asks whether a tensor is fake, and goes another way for an export's sake: it is told no."""
+    library: Any = sys.modules.get("transformers.utils.import_utils")
+    asks = getattr(library, "is_fake_tensor", None)
+    if asks is not None:
+        library.is_fake_tensor = lambda x: False
+    try:
+        yield
+    finally:
+        if asks is not None:
+            library.is_fake_tensor = asks
 
 
 def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
@@ -214,6 +282,8 @@ def _told_clearly(task: Task) -> Iterator[None]:
     was_disabled, log.disabled = log.disabled, True
     try:
         yield
+    except DataDependentOutputException as error:
+        reason = f"{error.func} reads values of the data; move it into the data preparation"
     except DynamicOutputShapeException as error:
         reason = f"the size of what {error.func} makes depends on the data; move it into the data preparation"
     except UnsupportedOperatorException as error:

@@ -1,4 +1,4 @@
-"""Fakes of operators on sparse tensors that keep the number of nonzeros, which PyTorch's own fakes forget."""
+"""Fakes in place of PyTorch's own: sparse ones keep the number of nonzeros, grouped products take FP32 on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +11,8 @@ aten = torch.ops.aten
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator call on fake tensors -> its result."""
+    if func._overloadpacket is _GROUPED:
+        return _grouped_product(*args, **kwargs)
     if func in _FAKES and args[-1].layout == torch.sparse_coo:
         return _FAKES[func](*args)
     return func(*args, **kwargs)
@@ -29,6 +31,20 @@ def _copy(sparse: Tensor) -> Tensor:
 
 def _mask(dense: Tensor, mask: Tensor) -> Tensor:
     return coo(torch.empty_like(mask._indices()), torch.empty_like(mask._values(), dtype=dense.dtype), mask)
+
+
+_GROUPED = getattr(aten, "_grouped_mm", None)  # older versions have none
+
+
+def _grouped_product(
+    a: Tensor, b: Tensor, offsets: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Products of groups of rows or columns that end at `offsets`; PyTorch's fake refuses all but BF16."""
+    rows, columns = a.shape[-2], b.shape[-1]
+    groups: tuple[int, ...] = ()
+    if a.dim() == b.dim():
+        groups = (a.shape[0],) if a.dim() == 3 else (offsets.numel(),) if offsets is not None else ()
+    return a.new_empty((*groups, rows, columns), dtype=out_dtype)
 
 
 # How many indices coincide is a matter of the data: `_coalesce` is taken to find none, which needs most.

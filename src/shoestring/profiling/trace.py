@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels.define import scratch_of
 from ..ledger import Category, Ledger, Phase
 from ..signature import Signature, output_key, signature_of
-from . import sparse
+from . import sizes, sparse
+from .choices import Choices, here, short
 from .flops import flops_of
+from .values import Values
 
 _CATEGORY = {
     Phase.BUILD: Category.OPTIMIZER,  # the model is there already: what is built is the optimizer
@@ -32,8 +34,9 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # in which torch wraps a dispat
 class Tracer(TorchDispatchMode):
     """Sees each operator below autograd. `workspace` tells the bytes that an operator needs inside itself."""
 
-    def __init__(self, workspace: Mapping[str, int | None] | None = None) -> None:
+    def __init__(self, workspace: Mapping[str, int | None] | None = None, choices: Choices | None = None) -> None:
         super().__init__()
+        self.values, self.choices = Values(), choices or Choices()
         self.ledger = Ledger()
         self.phase = Phase.BUILD
         self.flops: dict[Phase, int] = dict.fromkeys(Phase, 0)
@@ -72,18 +75,43 @@ class Tracer(TorchDispatchMode):
         try:
             out, scratch = self._call(func, args, kwargs)
         except DataDependentOutputException:
-            self.unseen[f"a value of the data was read ({func.__name__} in {module!r}): 1 was assumed"] = None
-            return 1.0 if args[0].is_floating_point() else 1
+            return self._read(func, args)
+        except DynamicOutputShapeException:
+            out, scratch = self._sized(func, args, kwargs), 0
         for tensor in _tensors([args, list(kwargs.values())]):
             self.watch(tensor, Category.INPUT, "", "made outside the step", Phase.BUILD)
         for tensor in _tensors([out]):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
+        self.values.follow(func, args, kwargs, out)
         self.flops[phase] += flops_of(func, args, kwargs, out)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws += 1  # a fake draws nothing, but who keeps the generator's state must see that it went on
             torch.default_generator.manual_seed(self._draws)
         if scratch:
             self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
+        return out
+
+    def _read(self, func: Any, args: tuple) -> Any:
+        """What a call that reads values gives: what it would in a run where they are known, else a choice."""
+        results = self.values.run(func, args, {})
+        if results is not None and all(result == results[0] for result in results):
+            return results[0]
+        if results is not None:
+            return results[self.choices.choose("a random draw")]
+        answer = self.choices.choose("a value that the batch does not tell")
+        if func is not torch.ops.aten._local_scalar_dense.default or args[0].dtype == torch.bool:
+            return answer
+        return float(answer) if args[0].is_floating_point() else int(answer)
+
+    def _sized(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """What a call whose size depends on values makes, or a bound of it that is told."""
+        found = sizes.made_by(func, args, kwargs, self.values, self.__torch_dispatch__)
+        if found is None:
+            raise DynamicOutputShapeException(func)
+        out, exact = found
+        if not exact:
+            size = max((tensor.numel() for tensor in _tensors([out])), default=0)
+            self.unseen[f"the size of what {func} makes at {short(here())}: the most that it can be, {size:,}"] = None
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, int]:
@@ -126,6 +154,7 @@ class Tracer(TorchDispatchMode):
         def forget(_: Any) -> None:
             del self._watches[key]
             self.ledger.death(self._numbers.pop(key))
+            self.values.forget(key)
 
         return forget
 

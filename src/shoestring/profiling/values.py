@@ -1,0 +1,185 @@
+"""Values beside fakes: what is small and comes from the batch is computed for real, so that a trace goes a run's way.
+
+A model may look at its masks, ids and lengths, or draw a number, and go another way for it. A fake has no values; here
+the storage of a fake has a real one beside it, as long as every operator that wrote to it could be run for real. A
+random number has two: the smallest and the largest that can be drawn.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._mode_utils import no_dispatch
+
+LIMIT = 1 << 16  # elements of a tensor that is computed for real
+_BELOW_ONE = 1 - 2.0**-24
+
+Storages = tuple[torch.UntypedStorage, ...]
+
+
+class Values:
+    """The real storages beside those of fakes, by address; one for each of the ways in which draws may fall."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Storages] = {}
+        self._lent: set[int] = set()  # of the user's own storages, which are not to be written
+
+    def lend(self, fake: Tensor, real: torch.UntypedStorage) -> None:
+        """The fake's storage stands for this one, which is read and never written."""
+        if real.device.type == "cpu":
+            self._held[_key(fake)] = (real,)
+            self._lent.add(_key(fake))
+
+    def forget(self, key: int) -> None:
+        """The storage of that address is gone, or what is in it is no longer known."""
+        self._held.pop(key, None)
+        self._lent.discard(key)
+
+    def of(self, tensor: Tensor) -> tuple[Tensor, ...] | None:
+        """A tensor -> its values, if they are known: one, or two that depend on a draw."""
+        if tensor.numel() > LIMIT or tensor.layout != torch.strided:
+            return None
+        if not isinstance(tensor, FakeTensor):
+            return None if tensor.requires_grad or tensor.is_meta else (tensor,)
+        if tensor.constant is not None:
+            return (tensor.constant,)
+        return self._views(tensor, self._held.get(_key(tensor)))
+
+    def follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """An operator that was called on fakes is run on their values too, or what it wrote is forgotten."""
+        if func.is_view:
+            return
+        written = [_key(tensor) for tensor in _written(func, args, kwargs)]
+        outs = list(_tensors([out]))
+        extremes = _extremes(func, args, kwargs)
+        if extremes is not None and len(outs) == 1 and outs[0].numel() <= LIMIT:
+            self._draw(outs[0], extremes)
+        elif not self._run(func, args, kwargs, outs, written):
+            for key in written:
+                self.forget(key)
+
+    def run(self, func: Any, args: tuple, kwargs: dict) -> list[Any] | None:
+        """An operator and its arguments -> what it returns for their values; None where some are not known."""
+        tensors = list(_tensors([args, list(kwargs.values())]))
+        known: dict[int, tuple[Tensor, ...]] = {}
+        for tensor in tensors:
+            values = self.of(tensor)
+            if values is None:
+                return None
+            known[id(tensor)] = values
+        results = []
+        with no_dispatch(), torch.no_grad():
+            for way in range(max((len(values) for values in known.values()), default=1)):
+                real_args, real_kwargs = (_swapped(part, known, way) for part in (args, kwargs))
+                try:
+                    results.append(func(*real_args, **real_kwargs))
+                except Exception:  # the fakes got through, so whatever it is, the values are not the run's
+                    return None
+        return results
+
+    def keep(self, fake: Tensor, reals: Iterable[Tensor]) -> None:
+        """The fake that was just made has these values."""
+        reals = list(reals)
+        storages = tuple(real.untyped_storage() for real in reals)
+        same = all(_geometry(real) == _geometry(fake) for real in reals)
+        if same and all(storage.nbytes() == fake.untyped_storage().nbytes() for storage in storages):
+            self._held[_key(fake)] = storages
+
+    def _run(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor], written: list[int]) -> bool:
+        if torch.Tag.nondeterministic_seeded in func.tags or any(out.numel() > LIMIT for out in outs):
+            return False
+        if func.namespace != "aten" or (not written and not outs):
+            return False
+        self._make_writable(written, args, kwargs)
+        results = self.run(func, args, kwargs)
+        if results is None:
+            return False
+        made = [list(_tensors([result])) for result in results]
+        for number, out in enumerate(outs):
+            if _key(out) not in self._held and all(len(parts) == len(outs) for parts in made):
+                self.keep(out, [parts[number] for parts in made])
+        return True
+
+    def _make_writable(self, written: list[int], args: tuple, kwargs: dict) -> None:
+        """Copies of what is to be written: none of the user's own, and as many as there are ways."""
+        if not written:
+            return
+        tensors = _tensors([args, list(kwargs.values())])
+        ways = max((len(values) for tensor in tensors if (values := self.of(tensor))), default=1)
+        for key in set(written) & set(self._held):
+            held = self._held[key]
+            if key in self._lent or len(held) < ways:
+                with no_dispatch():
+                    self._held[key] = tuple(held[way % len(held)].clone() for way in range(ways))
+                self._lent.discard(key)
+
+    def _draw(self, out: Tensor, extremes: tuple[float, float]) -> None:
+        self.forget(_key(out))
+        with no_dispatch():
+            size = out.untyped_storage().nbytes() // out.itemsize
+            flat = [torch.full((size,), extreme, dtype=out.dtype) for extreme in extremes]
+        if size == out.numel():
+            self._held[_key(out)] = tuple(part.untyped_storage() for part in flat)
+
+    def _views(self, tensor: Tensor, held: Storages | None) -> tuple[Tensor, ...] | None:
+        if held is None or held[0].nbytes() != tensor.untyped_storage().nbytes():
+            return None
+        with no_dispatch():
+            place = tensor.storage_offset(), tensor.shape, tensor.stride()
+            return tuple(torch.empty(0, dtype=tensor.dtype).set_(storage, *place) for storage in held)
+
+
+def _extremes(func: Any, args: tuple, kwargs: dict) -> tuple[float, float] | None:
+    """An operator that draws -> the smallest and the largest number that it can draw; None for any other."""
+    name, numbers = func._overloadpacket.__name__, [arg for arg in args if isinstance(arg, int | float)]
+    if name in ("rand", "rand_like"):
+        return 0.0, _BELOW_ONE
+    if name == "uniform_":
+        low, high = ([*numbers, 0.0, 1.0] if not numbers else [*numbers, 1.0])[:2]
+        return low, low + (high - low) * _BELOW_ONE
+    if name in ("bernoulli", "bernoulli_") and func._overloadname in ("p", "float"):
+        chance = numbers[0] if numbers else kwargs.get("p", 0.5)
+        return float(chance >= 1), float(chance > 0)
+    if name in ("randint", "randint_like") and numbers:
+        return (numbers[0], numbers[1] - 1) if len(numbers) > 1 else (0, numbers[0] - 1)
+    if name in ("randn", "randn_like"):
+        return -4.0, 4.0
+    return None
+
+
+def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    """The tensors that a call writes to."""
+    if func._schema.is_mutable:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from _tensors([args[place] if place < len(args) else kwargs.get(argument.name)])
+
+
+def _swapped(value: Any, known: dict[int, tuple[Tensor, ...]], way: int) -> Any:
+    if isinstance(value, Tensor):
+        values = known[id(value)]
+        return values[way % len(values)]
+    if isinstance(value, list | tuple):
+        return type(value)(_swapped(part, known, way) for part in value)
+    if isinstance(value, dict):
+        return {name: _swapped(part, known, way) for name, part in value.items()}
+    return value
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """An operator's arguments or results, lists among them -> the tensors."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _geometry(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
