@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint bench clean
+.PHONY: demo test test-slow test-zoo lint bench clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
@@ -12,6 +12,11 @@ test: $(READY) lint
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600
+
+# Real models: an hour on two cores, and docs/zoo.md at its end.
+test-zoo: $(READY)
+	$(BIN)/pip install -q transformers diffusers
+	$(BIN)/python benchmarks/zoo.py --jobs 2
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks
