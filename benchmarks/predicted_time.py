@@ -12,7 +12,8 @@ from lean_steps import builtin, times
 
 from shoestring.measuring import calibrate
 from shoestring.measuring.calibration import load_cache
-from shoestring.planning.search import Option, Search
+from shoestring.planning.options import Option
+from shoestring.planning.search import Search
 from shoestring.planning.timing import device_rates
 from shoestring.techniques.risk import Risk
 

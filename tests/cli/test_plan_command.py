@@ -41,7 +41,7 @@ def test_a_plan_on_data_is_what_train_follows(shoestring, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "arguments, code, words",
     [
-        (("--budget", "10B"), 3, "no plan fits 10 B: the smallest peak found is"),
+        (("--budget", "10B"), 3, "no plan of risk neutral fits 10 B: the smallest peak is"),
         (("--budget", "lots"), 2, "'lots' is not a size in bytes"),
         ((), 2, "--budget"),
         (("--budget", "1MB", "--risk", "some"), 2, "invalid choice: 'some'"),

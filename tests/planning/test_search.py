@@ -7,8 +7,10 @@ import pytest
 
 from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
-from shoestring.planning.search import OBJECT_BYTES, Option, Search, plan
+from shoestring.planning.options import Option
+from shoestring.planning.search import Search, plan
 from shoestring.planning.timing import Rates
+from shoestring.planning.traces import OBJECT_BYTES
 from shoestring.profiling import profile
 from shoestring.techniques.risk import Risk
 
@@ -55,10 +57,11 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
     budget, fitting = round(share * PLAIN), []
     search = Search(little(), budget, RATES)
     for level in Risk:
-        for number, option in enumerate(search.options(level) if level <= risk else []):
+        for number, option in enumerate(search.candidates.at(level) if level <= risk else []):
             seconds = search.seconds(option)
-            if seconds is not None and (traced := search.trace(option.settings)) and search.has_room(traced):
-                fitting.append((level, search.degree(option), seconds, len(option.settings), number, option.settings))
+            if seconds is not None and (traced := search.traces.of(option.settings)) and search.has_room(traced):
+                degree = search.candidates.degree(option)
+                fitting.append((level, degree, seconds, len(option.settings), number, option.settings))
     if not fitting:
         with pytest.raises(NoPlanFits):
             plan(little(), budget, risk=risk.name.lower(), rates=RATES)
@@ -99,7 +102,7 @@ def test_every_setting_has_its_reason_and_the_alternatives_are_a_front(net):
 
 
 def test_what_does_not_fit_is_told_with_the_smallest_peak_and_what_fills_it(net):
-    with pytest.raises(NoPlanFits, match=r"smallest peak found is .* filled by .* try"):
+    with pytest.raises(NoPlanFits, match=r"smallest peak is .* filled by .*; no higher risk would fit"):
         plan(net, "10KB", risk="exact", rates=RATES)
 
 
@@ -144,7 +147,7 @@ def test_a_plan_with_sparse_layers_says_what_they_may_cost():
 
 
 def test_a_plan_leaves_room_for_the_objects_around_its_tensors():
-    traced = Search(little(), 0, RATES).trace(())
+    traced = Search(little(), 0, RATES).traces.of(())
     alive = len(traced.ledger.live_at(traced.ledger.peak().time))
     needed = traced.peak_bytes + OBJECT_BYTES * alive
     assert alive > 20

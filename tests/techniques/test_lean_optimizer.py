@@ -427,7 +427,8 @@ def test_the_planner_is_offered_what_applies_with_its_risk():
     assert options(make(optimizer=ADAMW)) == ["no-gradient", "8bit", "8bit+no-gradient", *factored]
     assert options(make(optimizer=ADAM, clip=1.0)) == ["8bit", "sm3+8bit", "adafactor"]
     assert {risk(make(optimizer=ADAM), words) for words in factored} == {Risk.APPROXIMATE}
-    assert options(make(optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1))) == []
+    with pytest.raises(ShoestringError, match="the lean form of RMSprop is not known"):
+        options(make(optimizer=lambda p: torch.optim.RMSprop(p, lr=0.1)))
     risks = [risk(make(), words) for words in ("no-gradient", "8bit+no-gradient", "sm3")]
     assert risks == [Risk.EXACT, Risk.NEUTRAL, Risk.APPROXIMATE]
 

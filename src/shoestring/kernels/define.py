@@ -26,6 +26,7 @@ from . import core
 
 _library = torch.library.Library("shoestring", "DEF")
 _scratch: ContextVar[list[int] | None] = ContextVar("scratch", default=None)
+_fakes: dict[Any, Callable] = {}  # each op's, for who traces
 
 
 def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -> Any:
@@ -35,8 +36,10 @@ def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -
     _library.impl(name, twin, "CompositeExplicitAutograd")
     if core.core is not None:
         _library.impl(name, compiled, "CPU")
-    torch.library.register_fake(f"shoestring::{name}", _telling_scratch(fake), lib=_library)
+    told = _telling_scratch(fake)
+    torch.library.register_fake(f"shoestring::{name}", told, lib=_library)
     op = getattr(torch.ops.shoestring, name).default
+    _fakes[op] = told
     return op if core.core is None else _direct(op, compiled)
 
 
@@ -67,6 +70,14 @@ def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:
         return call(), max(told, default=0)
     finally:
         _scratch.reset(token)
+
+
+def fake_call(op: Any, args: tuple) -> tuple[Any, int]:
+    """A call of one of our ops, seen by a mode above the fake one -> what `scratch_of` gives for it.
+
+    The fake is called straight: PyTorch's way to it costs more than all else in the trace of an update.
+    """
+    return scratch_of(lambda: _fakes[op](*args))
 
 
 def _telling_scratch(fake: Callable) -> Callable:

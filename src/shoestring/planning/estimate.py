@@ -1,62 +1,84 @@
 """About how much memory a combination of techniques needs, from one trace that others share.
 
-A trace of the whole batch with a precision and a checkpoint strategy tells at each moment what is alive of weights,
-gradients, optimizer state and of what grows with the batch. The other techniques make each of these smaller by a known
-factor; the peak of the scaled timeline is the estimate. It decides which plans are worth a trace of their own.
+A trace of the whole batch tells at each moment what is alive of weights, gradients, optimizer state and of what grows
+with the batch. The techniques that have an `Effect` make each of these smaller by a known factor; the peak of the
+scaled timeline is the estimate. It decides which plans are worth a trace of their own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from ..ledger import Category, Entry, Ledger
+from ..ledger import Category, Entry, Ledger, Phase
 from ..profiling import Profile
-from ..techniques.lean_optimizer import USING_UP
+from ..techniques.effect import Effect
 
-_FIXED = {Category.MODEL, Category.GRADIENT, Category.OPTIMIZER}
+_FIXED = {Category.MODEL: "weights", Category.GRADIENT: "gradients", Category.OPTIMIZER: "state"}
 _MOVING = {Category.ACTIVATION, Category.ACTIVATION_GRADIENT, Category.WORKSPACE}
 
 
-class Footprint:
-    """The timelines of one traced step of the whole batch; `sparse` names the layers that sparsity would change."""
+def forward_start(traced: Profile) -> int:
+    """The time at which the forward pass of a trace starts."""
+    return min((entry.born for entry in traced.ledger.entries if entry.phase is Phase.FORWARD), default=0)
 
-    def __init__(self, traced: Profile, sparse: Iterable[str], item_bytes: int) -> None:
-        self.length, self.item_bytes, names = traced.ledger.time + 1, item_bytes, set(sparse)
-        fixed = [e for e in traced.ledger.entries if e.category in _FIXED]
-        kept = [e for e in fixed if e.category != Category.OPTIMIZER or e.died is None]
-        self._totals = {
-            (category, where): sum(e.bytes for e in kept if e.category == category and (e.module in names) == where)
-            for category in _FIXED
-            for where in (True, False)
+
+class Footprint:
+    """The timelines of a brief trace of the whole batch: when its forward pass starts, optimizer state is in place."""
+
+    def __init__(self, traced: Profile) -> None:
+        start = forward_start(traced)
+        self.length = traced.ledger.time + 1
+        entries = {category: [e for e in traced.ledger.entries if e.category == category] for category in Category}
+        brief = [e for e in entries[Category.OPTIMIZER] if not e.alive_at(start)]
+        self._gradients = self._timeline(entries[Category.GRADIENT])
+        self._inputs = self._timeline(entries[Category.INPUT])
+        self._update = self._timeline(brief)  # what an update makes and drops
+        self._moving = self._timeline(e for category in _MOVING for e in entries[category])
+        most_gradients = int(self._gradients.argmax())
+        self._lasting = {
+            Category.MODEL: entries[Category.MODEL],
+            Category.GRADIENT: [e for e in entries[Category.GRADIENT] if e.alive_at(most_gradients)],
+            Category.OPTIMIZER: [e for e in entries[Category.OPTIMIZER] if e.alive_at(start)],
         }
-        brief = [e for e in fixed if e.category == Category.OPTIMIZER and e.died is not None]
-        self._gradients = self._timeline(e for e in fixed if e.category == Category.GRADIENT)
-        self._inputs = self._timeline(e for e in traced.ledger.entries if e.category == Category.INPUT)
-        self._update = self._timeline(brief)  # what PyTorch's optimizers make and drop; lean ones do not
-        self._moving = self._timeline(e for e in traced.ledger.entries if e.category in _MOVING)
+        self._totals: dict[tuple, tuple[int, int]] = {}
 
     def _timeline(self, entries: Iterable[Entry]) -> np.ndarray:
         part = Ledger()
         part.time, part.entries = self.length - 1, list(entries)
         return np.array(part.timeline(), float)
 
-    def peak(self, settings: Mapping[str, Any], share: float) -> float:
-        """Settings of the other techniques, and the largest microbatch's share of the batch -> bytes at the peak."""
-        density, optimizer = settings.get("nonzero", 100) / 100, str(settings.get("optimizer", ""))
-        index = min(1 / 8, density) / self.item_bytes if density < 1 else 0.0  # a bitmap, or a byte a nonzero
-        narrow = 1.02 / self.item_bytes if "8bit" in optimizer else 1.0
-        weights = self._scaled(Category.MODEL, density + index)
-        state = narrow * self._scaled(Category.OPTIMIZER, density)
-        gradients = self._scaled(Category.GRADIENT, density)
-        lasting: Any = gradients  # of the microbatches before
-        if USING_UP in optimizer:
-            lasting = 0.0
-        elif share == 1:
-            whole = self._scaled(Category.GRADIENT, 1.0)
-            lasting = self._gradients * (gradients / whole if whole else 1.0)
-        update = 0.0 if optimizer else density * self._update
-        return float((weights + state + lasting + update + self._inputs + share * self._moving).max())
+    def least(self, effects: Sequence[Effect]) -> float:
+        """Bytes of weights and state: no technique of the moving part goes below."""
+        return self._scaled(Category.MODEL, effects) + self._scaled(Category.OPTIMIZER, effects)
 
-    def _scaled(self, category: Category, density: float) -> float:
-        return density * self._totals[category, True] + self._totals[category, False]
+    @property
+    def moving(self) -> float:
+        """The most bytes at once of what grows with the batch."""
+        return float(self._moving.max())
+
+    def peak(self, effects: Sequence[Effect]) -> float:
+        """The effects of the other techniques -> bytes at the peak."""
+        share = prod(effect.share for effect in effects)
+        lasting: Any = self._scaled(Category.GRADIENT, effects)  # of the microbatches before
+        if share == 1 and lasting:
+            lasting = self._gradients * (lasting / self._scaled(Category.GRADIENT, ()))
+        update = prod(effect.update for effect in effects) * self._update
+        return float((self.least(effects) + lasting + update + self._inputs + share * self._moving).max())
+
+    def _scaled(self, category: Category, effects: Sequence[Effect]) -> float:
+        """The bytes of a category where every effect on it is in force."""
+        factors = [(getattr(effect, _FIXED[category]), effect.layers) for effect in effects]
+        layers = next((layers for _, layers in factors if layers), ())
+        inside, outside = self._split(category, layers)
+        everywhere = prod(factor for factor, where in factors if not where)
+        return everywhere * (inside * prod(factor for factor, where in factors if where) + outside)
+
+    def _split(self, category: Category, layers: tuple[str, ...]) -> tuple[int, int]:
+        """Bytes of a category inside these layers and outside of them."""
+        if (category, layers) not in self._totals:
+            names, entries = set(layers), self._lasting[category]
+            inside = sum(e.bytes for e in entries if e.module in names)
+            self._totals[category, layers] = inside, sum(e.bytes for e in entries) - inside
+        return self._totals[category, layers]

@@ -30,6 +30,7 @@ class Plan:
     predicted_time_ratio: float | None = None
     reasons: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
+    left_out: tuple[dict[str, Any], ...] = ()  # options that were not weighed, by reason
 
     def techniques(self) -> dict[str, Any]:
         """The settings that change something, in the order in which they are applied."""
@@ -57,6 +58,7 @@ class Plan:
             raise ShoestringError(f"the plan has a field {sorted(unknown)[0]!r} that does not exist: plan again")
         record["reasons"] = tuple(record.get("reasons", ()))
         record["alternatives"] = tuple(record.get("alternatives", ()))
+        record["left_out"] = tuple(record.get("left_out", ()))
         return cls(**record)
 
 

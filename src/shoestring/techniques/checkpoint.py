@@ -28,6 +28,7 @@ from ..units import parse_bytes
 from .blocks import block_costs, find_blocks, patched
 from .buffers import Slot, slots_of
 from .chains import find_chains
+from .effect import Price
 from .frames import Frame
 from .hooks import looking_once
 from .lean import LeanRun, lean_run, with_lean
@@ -58,13 +59,25 @@ _NUMBERED = re.compile(r"(every|residual)-([1-9][0-9]{0,5})(\*?)")
 _OPTIMAL = re.compile(r"optimal(?:-(.+))?")
 
 
+def has_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
 def options(task: Task) -> list[str]:
     """The strategies that the planner tries on this model."""
-    norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in task.model.modules())
+    norms = has_norms(task.model)
     if find_blocks(task.model):
         with_norms = ["no-bn", "residual-1*"] if norms else []  # without norms residual-1* is residual-1
         return [*with_norms, "residual-1", "residual-2*", "optimal"]
     return [*(["no-bn"] if norms else []), "every-4", "every-12"]
+
+
+def price(task: Task, strategy: str) -> Price | None:
+    """What is not kept is made again. Fused batch norm may be faster than PyTorch's; no-bn is that alone."""
+    if strategy == "no-bn":
+        return None
+    fused = has_norms(task.model) and ("*" in strategy or _OPTIMAL.fullmatch(strategy))
+    return Price("no-bn" if fused else None, "memory")
 
 
 def check(strategy: str) -> None:

@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from .keeping import Keeper, Kept, Whole
 from .risk import Risk
 
 PIECE_BYTES = 1 << 20  # of a tensor that is not in one piece, so much is copied at a time
+_paged: ContextVar[list[int] | None] = ContextVar("paged", default=None)
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -76,6 +78,8 @@ class Spill:
     def write(self, tensor: Tensor) -> int:
         """Adds a tensor -> where it begins in the file."""
         offset, self.end = self.end, self.end + tensor.nbytes
+        if (told := _paged.get()) is not None:
+            told.append(tensor.nbytes)
         if not active_fake_mode():
             place = offset
             for piece in _pieces(tensor):
@@ -87,6 +91,17 @@ class Spill:
         """Fills a new tensor from the file."""
         if not active_fake_mode():
             _telling(self.folder, partial(_read, self.file.fileno(), _bytes(tensor), offset))
+
+
+@contextmanager
+def paging() -> Iterator[list[int]]:
+    """-> a list that gets the bytes of each tensor that goes to disk inside the context, in a trace too."""
+    told: list[int] = []
+    token = _paged.set(told)
+    try:
+        yield told
+    finally:
+        _paged.reset(token)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -146,10 +161,15 @@ def half() -> Iterator[Keeper]:
     yield Half
 
 
+def spill_folder() -> str:
+    """$TMPDIR or /var/tmp: /tmp is often in memory."""
+    return os.environ.get("TMPDIR") or "/var/tmp"
+
+
 @contextmanager
 def disk() -> Iterator[Keeper]:
-    """Opens a file in $TMPDIR or /var/tmp (/tmp is often in memory) for the pass."""
-    spill = Spill(os.environ.get("TMPDIR") or "/var/tmp")
+    """Opens a file for the pass."""
+    spill = Spill(spill_folder())
     with spill.file:
         yield partial(OnDisk, spill)
 

@@ -11,7 +11,7 @@
 | adafactor | 0 | approximate |
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,11 +20,13 @@ from ..errors import NoEffect, ShoestringError
 from ..kernels.moments import FORMS
 from ..optimizers import trainable
 from ..task import SGD, Adam, Task
+from .effect import Effect
 from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .lean_base import LeanOptimizer, refuse_using_up, why_gradients_stay
 from .lean_rules import LeanAdam, LeanSGD, is_heavy_ball
 from .risk import Risk
 from .rules import Group, Rule, groups_of
+from .scaling import Scaling
 
 NARROW = tuple(form for form in FORMS if form != "fp32")
 FACTORED = ("sm3", "adafactor")
@@ -91,11 +93,8 @@ class Settings:
 
 
 def options(task: Task) -> list[str]:
-    """What the planner tries, from the mildest on."""
-    try:
-        rule = lean_update(task).rule
-    except ShoestringError:  # said to who asks for one
-        return []
+    """What the planner tries, from the mildest on; refused with the reason where there is no lean form."""
+    rule = lean_update(task).rule
     if not isinstance(rule, SGD | Adam):
         return []
     using_up = [USING_UP] if why_gradients_stay(task) is None else []
@@ -112,14 +111,50 @@ def risk(task: Task, words: str) -> Risk:
     return Risk.NEUTRAL if settings.pick(NARROW) else Risk.EXACT
 
 
+def degree(task: Task, words: str) -> int:
+    return 1 if Settings(words).pick(FACTORED) else 0
+
+
+def refuses(task: Task, settings: Mapping[str, Any]) -> str:
+    """Why gradients cannot be used up as they are made beside another setting."""
+    words = Settings(str(settings.get("optimizer", "")))
+    if not words.pick([USING_UP]):
+        return ""
+    if settings.get("precision") == "fp16":
+        return why_gradients_stay(task.with_(scaling=Scaling())) or ""
+    if "microbatch" in settings and not changed(task, words).gathers:
+        return "gradients of several microbatches are used up as they are made with heavy-ball momentum only"
+    return ""
+
+
+def effect(task: Task, words: str) -> Effect:
+    """The state by its moments and the bytes of each; what PyTorch's optimizers make and drop is not made."""
+    settings, old = Settings(words), lean_update(task)
+    new, before = changed(task, settings), moments(old.rule) * FORM_BYTES[old.state]
+    state = moments(new.rule) * FORM_BYTES[new.state] / before if before else 1.0
+    return Effect(gradients=0.0 if settings.pick([USING_UP]) else 1.0, state=state, update=0.0)
+
+
+FORM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "8bit": 1.02}  # of a value, scales included
+
+
+def moments(rule: Any) -> int:
+    """How many numbers an optimizer keeps of each weight."""
+    return 2 if isinstance(rule, Adam) else 0 if has_no_state(rule) else 1
+
+
+def changed(task: Task, settings: Settings) -> Lean:
+    """The lean form of a task's optimizer that the words ask for."""
+    lean, kind = lean_update(task, settings.pick(FORMS)), settings.pick(FACTORED)
+    return lean.with_rules(partial(factored, kind)) if kind else lean
+
+
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task with a lean optimizer."""
     if unknown := set(settings.words.split("+")) - {*FORMS, *FACTORED, USING_UP}:
         known = ", ".join([*NARROW, *FACTORED, USING_UP])
         raise ShoestringError(f"there is no lean optimizer {min(unknown)!r}: use {known}, joined by +")
-    lean = lean_update(task, settings.pick(FORMS))
-    if kind := settings.pick(FACTORED):
-        lean = lean.with_rules(partial(factored, kind))
+    lean, kind = changed(task, settings), settings.pick(FACTORED)
     if settings.pick([USING_UP]):
         refuse_using_up(task)
         lean = replace(lean, uses_up=True)

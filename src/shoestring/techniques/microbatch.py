@@ -21,6 +21,7 @@ from ..errors import NoEffect, ShoestringError
 from ..task import Task
 from .adding_up import Verdict, judge
 from .blocks import patched
+from .effect import Effect
 from .lean import LeanPass
 from .pieces import SPLITS, Split, check_names
 from .risk import Risk
@@ -81,6 +82,16 @@ def split_of(task: Task, size: int, by: str = "") -> Split:
     if by not in SPLITS:
         raise ShoestringError(f"microbatches go by {' or by '.join(SPLITS)}, not by {by!r}")
     return SPLITS[by](size, task.padding, task.shared)
+
+
+def degree(task: Task, size: int) -> int:
+    """Statistics of fewer than 4 examples are a step worse again."""
+    return 1 + (size < 4) if risk(task, size) == Risk.APPROXIMATE else 0
+
+
+def effect(task: Task, size: int) -> Effect:
+    whole = units(task)
+    return Effect(share=size / whole, pieces=-(-whole // size))
 
 
 def _usual(task: Task) -> str:

@@ -11,7 +11,7 @@ they are, and so is what is small.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -30,7 +30,9 @@ from ..phases import current
 from ..profiling.fakes import Faker, faked
 from ..structure import tensors
 from ..task import Task
+from .checkpoint import has_norms
 from .codecs import CODECS, View
+from .effect import Least, Price
 from .keeping import Keeper, Kept, Once, Shared, Whole, keeping
 from .lean import LeanPass, with_lean
 from .risk import Risk
@@ -78,6 +80,38 @@ def _rule(text: str) -> Rule:
 def risk(task: Task, text: str) -> Risk:
     """The largest of the codecs'."""
     return max((CODECS[rule.codec].risk for rule in parse(text).rules), default=Risk.EXACT)
+
+
+def options(task: Task) -> list[str]:
+    """What the planner tries: everything by one rule."""
+    return ["masks", "disk", "half"]
+
+
+def degree(task: Task, text: str) -> int:
+    return int(risk(task, text) == Risk.APPROXIMATE)
+
+
+def refuses(task: Task, settings: Mapping[str, Any]) -> str:
+    """Why a way to keep saved tensors does nothing beside a plan's other settings, or nothing that is worth it."""
+    keep, checkpoint = settings.get("keep"), str(settings.get("checkpoint", ""))
+    if keep == "masks" and (checkpoint or "precision" in settings):
+        return "checkpointing and 16 bits keep one bit an element of ReLU and dropout already"
+    if keep == "half" and "precision" in settings:
+        return "what is saved has 16 bits already"
+    smallest = "residual-1*" if has_norms(task.model) else "residual-1"
+    if keep == "disk" and checkpoint not in ("", "no-bn", smallest, "every-4"):
+        return f"with what is kept on disk, {smallest} or every-4 needs as little and does less again"
+    return ""
+
+
+def least(task: Task, text: str) -> Least:
+    """Half leaves half. Masks leave what the next layer saves: 4.25 of the 9 bytes of a ReLU with dropout after it."""
+    return Least(moving={"half": 0.45, "masks": 0.4}.get(text, 0.0))
+
+
+def price(task: Task, text: str) -> Price | None:
+    """Masks may be faster than what they replace."""
+    return None if text == "masks" else Price(None, "disk" if text == "disk" else "memory")
 
 
 def apply(task: Task, settings: Settings) -> Task:

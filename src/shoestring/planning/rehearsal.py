@@ -1,0 +1,84 @@
+"""A rehearsal: one real microbatch goes forward and backward under a plan, on a copy of the model.
+
+A trace knows shapes, and not what a kernel refuses, nor numbers. Afterwards everything is as before: the model, its
+buffers and gradients, and the random generators, whatever the rehearsal met.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from ..randomness import RandomState
+from ..structure import tensors
+from ..task import Task
+from ..techniques import REGISTRY
+from ..training.step import Stepper
+from ..units import format_bytes
+from .options import Settings
+
+
+def why_not_rehearsed(task: Task) -> str:
+    """The reason why a task cannot be rehearsed; "" if it can."""
+    held = [*task.model.parameters(), *task.model.buffers()]
+    if any(tensor.is_meta for tensor in (*held, *tensors(task.batch))):
+        return "the model or the batch is on the meta device"
+    needed, free = sum(tensor.nbytes for tensor in held), free_bytes()
+    if free is not None and needed > free:
+        return f"a copy of the model takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+    return ""
+
+
+def rehearse(task: Task, settings: Settings) -> None:
+    """Runs one microbatch under the settings, without an update; raises what that raises, and for a loss of NaN."""
+    with _unharmed(task):
+        model, loss = copy.deepcopy((task.model, task.loss))
+        lean = task.with_(model=model, loss=loss)
+        wanted = dict(settings)
+        for technique in REGISTRY:
+            if technique.name in wanted:
+                lean = technique.apply(lean, technique.settings(wanted[technique.name]))
+        pieces = list(lean.split(lean.batch))
+        stepper = Stepper(lean.with_(after_update=()))
+        stepper.begin(len(pieces))
+        stepper.one_pass(pieces[0], lean.weights(pieces)[0])  # refuses a loss that is not finite
+
+
+@contextmanager
+def _unharmed(task: Task) -> Iterator[None]:
+    """Random generators, and what a loss could reach that holds on to the model itself, are as before afterwards."""
+    model = task.model
+    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    generators = RandomState({})
+    drawn = generators.state()
+    for parameter, _ in gradients:
+        parameter.grad = None  # what is added to it is not added to what is there
+    try:
+        yield
+    finally:
+        generators.restore(drawn)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, mode in modes:
+            module.training = mode
+        for buffer, before, version in buffers:
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(before)
+
+
+def free_bytes() -> int | None:
+    """Bytes that this process could still take, by the system and by its control group; None where nobody tells."""
+    found = []
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        found.append(int(limit) - int(used))
+    return min(found, default=None)

@@ -1,0 +1,159 @@
+"""Every trace of one search: settings -> the profile of the task under them, made once; what fails is told."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..profiling import Profile, profile
+from ..signature import Signature
+from ..task import Task
+from ..techniques import REGISTRY
+from ..techniques.codecs import paging
+from .estimate import Footprint
+from .options import TECHNIQUES, Candidates, Settings, words_for
+from .timing import Work, work_of
+
+Progress = Callable[[str], None]
+Table = dict[str, int | None]
+Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
+# Room for what no trace sees, which the heap meter does: the headers of a tensor and its storage, their Python objects,
+# autograd's node. Measured (benchmarks/budgets_kept.py): 720 bytes for each storage alive at the peak, at most 870.
+OBJECT_BYTES = 900
+TRACED = tuple(technique.name for technique in REGISTRY if technique.effect is None)
+
+
+class Base(NamedTuple):
+    """The task under those settings that need a trace, and what its trace says of others beside them."""
+
+    task: Task
+    footprint: Footprint
+    work: Work
+    objects: int  # bytes
+
+
+class Traces:
+    """What was traced so far. A trace that fails is None, and among what the candidates leave out."""
+
+    def __init__(
+        self, task: Task, candidates: Candidates, workspace: Table, calibrate: Calibrate | None, progress: Progress
+    ) -> None:
+        self.candidates, self.workspace, self.calibrate, self.progress = candidates, workspace, calibrate, progress
+        self.profiles: dict[Settings, Profile | None] = {}
+        self._tasks: dict[Settings, Task | None] = {(): task.with_(model=blank(task.model))}
+        self._bases: dict[Settings, Base | None] = {}
+        self._paged: dict[Settings, int] = {}
+        self._broken: set[Settings] = set()  # settings that no combination works with
+
+    def of(self, settings: Settings) -> Profile | None:
+        """Settings -> the traced task; None where a technique does not suit this task or the others."""
+        if settings not in self.profiles:
+            self.profiles[settings] = self._traced(settings)
+        return self.profiles[settings]
+
+    def again(self, settings: Settings) -> Profile | None:
+        """The same with what was calibrated since."""
+        self.profiles[settings] = self._traced(settings)
+        return self.profiles[settings]
+
+    def _traced(self, settings: Settings) -> Profile | None:
+        task = self.task(settings)
+        if task is None:
+            return None
+        self.progress(words_for(settings))
+        with paging() as paged:
+            if not settings:
+                traced = profile(task, self.workspace, brief=True)  # who cannot be traced is told so
+            else:
+                traced = self._guarded(settings, lambda: profile(task, self.workspace, brief=True))
+        self._paged[settings] = sum(paged)
+        if traced is None and len(settings) > 1:
+            for pair in settings:
+                self.of((pair,))  # whether it fails alone: then no other combination with it is tried
+        return traced
+
+    def task(self, settings: Settings) -> Task | None:
+        """The task under settings; those that share the first techniques share the work of applying them."""
+        if any((pair,) in self._broken for pair in settings):
+            return None
+        if settings not in self._tasks:
+            before = self.task(settings[:-1])
+            name, value = settings[-1]
+            technique = TECHNIQUES[name]
+            self._tasks[settings] = before and self._guarded(
+                settings, lambda: technique.apply(before, technique.settings(value))
+            )
+        return self._tasks[settings]
+
+    def _guarded(self, settings: Settings, act: Callable[[], Any]) -> Any:
+        result = self.candidates.guarded(settings, act)
+        if result is None:
+            self._broken.add(settings)
+        return result
+
+    def drop(self, settings: Settings, error: Exception) -> None:
+        """Takes settings out that turned out not to work."""
+        self.candidates.leave_out(settings, error)
+        self.profiles[settings] = None
+
+    # -- traces that others share -----------------------------------------------------------------------------------
+    def key(self, settings: Settings) -> Settings:
+        """Settings -> those whose trace of the whole batch serves for them."""
+        traced = tuple((name, TECHNIQUES[name].alike(value)) for name, value in settings if name in TRACED)
+        own = tuple(pair for pair in settings if pair[0] in TRACED)
+        return own if self._bases.get(traced, True) is None else traced
+
+    def has_base(self, key: Settings) -> bool:
+        return key in self._bases
+
+    def known_base(self, settings: Settings) -> Base | None:
+        """The base of any settings, if it is there already."""
+        return self._bases.get(self.key(settings))
+
+    def base(self, key: Settings) -> Base | None:
+        """Settings that need a trace -> it, of the whole batch; None where they do not suit the task."""
+        if key not in self._bases:
+            traced, task = self.of(key), self.task(key)
+            found = traced is not None and task is not None
+            self._bases[key] = (
+                Base(task, Footprint(traced), work_of(traced, self._paged[key]), object_bytes(traced))  # type: ignore[arg-type]
+                if found
+                else None
+            )
+        return self._bases[key]
+
+    # -- scratch ----------------------------------------------------------------------------------------------------
+    def calibrated(self, traced: Profile) -> bool:
+        """Asks for the scratch of operators that is not known -> whether any of them needs some."""
+        unknown = [call for call in traced.signatures if str(call) not in self.workspace]
+        if self.calibrate is None or not unknown:
+            return False
+        found = self.calibrate(unknown)
+        self.workspace |= dict.fromkeys(map(str, unknown)) | found
+        return any(found.values())
+
+    def plain(self) -> Profile:
+        """Plain training, with the scratch of its operators: what all savings are told against."""
+        traced = self.of(())
+        while traced is not None and self.calibrated(traced):
+            traced = self.again(())
+        assert traced is not None, "its errors are raised"
+        return traced
+
+
+def object_bytes(traced: Profile) -> int:
+    return OBJECT_BYTES * len(traced.ledger.live_at(traced.ledger.peak().time))
+
+
+def blank(model: torch.nn.Module) -> torch.nn.Module:
+    """A model -> the same on the meta device, to be changed by techniques without touching the real one."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for home in (module._parameters, module._buffers):
+            for tensor in home.values():
+                if tensor is not None and id(tensor) not in memo:
+                    twin = torch.empty_like(tensor, device="meta")
+                    parameter = isinstance(tensor, torch.nn.Parameter)
+                    memo[id(tensor)] = torch.nn.Parameter(twin, tensor.requires_grad) if parameter else twin
+    return copy.deepcopy(model, memo)
