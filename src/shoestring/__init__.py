@@ -82,14 +82,17 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
     """A task and a budget such as "1.5GB" -> the plan with the least predicted time that fits it.
 
     `risk` is exact, neutral or approximate: what may change the result. The scratch of PyTorch's operators is measured
-    on this machine where it is not known yet. `how` goes to `planning.search.plan`.
+    on this machine where it is not known yet. With `rehearse=True` one microbatch is run under the plan, on a copy of
+    the model, before it is given. `how` goes to `planning.search.plan`.
     """
     from .measuring import calibrate
     from .measuring.calibration import load_cache
     from .planning.search import plan
+    from .reporting.progress import steps
 
-    known: dict[str, Any] = {"calibrate": calibrate, "workspace": dict(load_cache())}
-    return plan(task, budget, risk, **(known | how))
+    with steps("planning") as tell:
+        known: dict[str, Any] = {"calibrate": calibrate, "workspace": dict(load_cache()), "progress": tell}
+        return plan(task, budget, risk, **(known | how))
 
 
 def __getattr__(name: str) -> Any:

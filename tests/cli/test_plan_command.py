@@ -53,3 +53,22 @@ def test_a_mistake_is_told_in_one_line(shoestring, user, arguments, code, words)
     answer = shoestring("plan", user(NET), *arguments)
     assert answer.code == code and answer.out == "" and words in answer.err.splitlines()[-1]
     assert "Traceback" not in answer.err
+
+
+def test_what_was_left_out_is_told_to_who_asks(shoestring, user):
+    model = user(NET.replace("optimizer=SGD(lr=0.1, momentum=0.9)", "optimizer=lambda p: torch.optim.RMSprop(p)"))
+    size = ("--batch", 256, "--budget", "200KB")
+    told = shoestring("plan", model, *size, "--explain")
+    assert told.code == 0, told.err
+    assert "left out:" in told.out and "the lean form of RMSprop is not known" in " ".join(told.out.split())
+    assert "left out:" not in shoestring("plan", model, *size).out
+
+
+def test_a_plan_is_rehearsed_where_that_is_asked_for(shoestring, user, monkeypatch):
+    from shoestring.planning import search
+
+    rehearsed = []
+    monkeypatch.setattr(search, "rehearse", lambda task, settings: rehearsed.append(settings))
+    size = (user(NET), "--batch", 256, "--budget", "200KB")
+    assert shoestring("plan", *size).code == 0 and rehearsed == []
+    assert shoestring("plan", *size, "--rehearse").code == 0 and len(rehearsed) == 1

@@ -13,7 +13,7 @@ from torch import nn
 import shoestring
 from shoestring import SGD, NoPlanFits, Plan, ShoestringError, Task, apply, plan
 from shoestring.items import Entries
-from shoestring.planning.search import blank
+from shoestring.planning.traces import blank
 from shoestring.profiling import profile
 from shoestring.techniques import microbatch
 from shoestring.techniques.adding_up import judge, undisturbed

@@ -24,6 +24,10 @@ def add(subparsers: Any) -> None:
     add_risk(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    parser.add_argument("--explain", action="store_true", help="also what was left out, and why")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run one microbatch on a copy of the model before a plan is given"
+    )
 
 
 def add_risk(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
     parse_bytes(args.budget)  # refuses nonsense before the work
     with users_code(args.model):
-        result = _on_data(args) if args.data else make_plan(_task(args), args)
+        result = _on_data(args) if args.data else make_plan(_task(args), args, args.rehearse)
     if args.output:
         write_text(args.output, result.to_json())
         print(f"shoestring: wrote {args.output}", file=sys.stderr)
@@ -49,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         from ..reporting.plans import show_plan
         from ..reporting.terminal import make_console
 
-        show_plan(make_console(), result)
+        show_plan(make_console(), result, explain=args.explain)
     return 0
 
 
@@ -62,28 +66,37 @@ def _on_data(args: argparse.Namespace) -> "Plan":
     from .subject import RECIPE, load_work
 
     work = load_work(argparse.Namespace(**RECIPE | vars(args)))
-    return work.adapted(make_plan(work.task, args))
+    return work.adapted(make_plan(work.task, args, args.rehearse))
 
 
-def make_plan(task: Any, args: argparse.Namespace) -> "Plan":
+def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "Plan":
     """A task and the arguments --budget, --risk and --threads -> the plan, with operators' scratch calibrated."""
     import torch
 
     from ..measuring import calibrate
     from ..measuring.calibration import load_cache
     from ..planning.search import plan
-    from ..reporting.progress import progress
+    from ..reporting.progress import progress, steps
 
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
 
-    def tell(words: str) -> None:
-        if not args.json:
-            print(f"shoestring: tracing {words}", file=sys.stderr)
+    def warn(words: str) -> None:
+        print(f"shoestring: warning: {words}", file=sys.stderr)
 
     def calibrated(signatures: list) -> dict:
         with progress("calibrating operators, once for this machine") as advance:
             return calibrate(signatures, advance)
 
     known: Any = load_cache()
-    return plan(task, args.budget, args.risk, workspace=known, calibrate=calibrated, progress=tell)
+    with steps("planning") as tell:
+        return plan(
+            task,
+            args.budget,
+            args.risk,
+            workspace=known,
+            calibrate=calibrated,
+            progress=tell,
+            rehearse=rehearse,
+            warn=warn,
+        )

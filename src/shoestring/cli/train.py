@@ -121,7 +121,7 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
         return Plan(**techniques)
     if args.resume and folder.plan_path.exists():
         return read_plan(folder.plan_path, work.task)
-    return work.adapted(make_plan(work.task, args)) if args.budget else Plan()
+    return work.adapted(make_plan(work.task, args, rehearse=True)) if args.budget else Plan()
 
 
 def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":

@@ -50,7 +50,7 @@ def rehearse(task: Task, settings: Settings) -> None:
 def _unharmed(task: Task) -> Iterator[None]:
     """Random generators, and what a loss could reach that holds on to the model itself, are as before afterwards."""
     model = task.model
-    buffers = [(buffer, buffer.detach().clone(), buffer._version) for buffer in model.buffers()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]
     generators = RandomState({})
@@ -65,10 +65,9 @@ def _unharmed(task: Task) -> Iterator[None]:
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
-        for buffer, before, version in buffers:
-            if buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(before)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def free_bytes() -> int | None:

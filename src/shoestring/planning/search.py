@@ -23,7 +23,7 @@ from ..techniques.effect import Effect
 from ..techniques.risk import Risk
 from ..units import parse_bytes
 from . import explain
-from .options import PLAIN, TECHNIQUES, Candidates, LeftOut, Option, Settings
+from .options import PLAIN, TECHNIQUES, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
 from .timing import Rates, device_rates, seconds_of
@@ -80,7 +80,7 @@ class Search:
         self.candidates = Candidates(task)
         self.traces = Traces(task, self.candidates, dict(workspace or {}), calibrate, progress)
         self.wants_rehearsal, self.not_rehearsed = rehearse, why_not_rehearsed(task) if rehearse else ""
-        self._rehearsed: set[Settings] = {()}  # plain training has nothing of ours in it
+        self._rehearsed: dict[Settings, bool] = {(): True}  # plain training has nothing of ours in it
         self._least: dict[Settings, tuple[float, float]] = {}
         self._effects: dict[tuple, Effect | None] = {}
         self._misses: dict[tuple, tuple[float, float, int]] = {}  # kind -> share of the batch, bytes missed, objects
@@ -246,16 +246,22 @@ class Search:
 
     def _runs(self, option: Option) -> bool:
         """Whether the option survives its rehearsal; True where there is none."""
-        if not self.wants_rehearsal or self.not_rehearsed or option.settings in self._rehearsed:
+        if not self.wants_rehearsal or self.not_rehearsed or self._rehearsed_well(option.settings):
             return True
-        self.progress(f"a rehearsal of {option}")
-        try:
-            rehearse(self.task, option.settings)
-        except Exception as error:  # whatever a real step meets that a trace did not
-            self.traces.drop(option.settings, error)
-            return False
-        self._rehearsed.add(option.settings)
-        return True
+        for pair in option.settings if len(option.settings) > 1 else ():
+            self._rehearsed_well((pair,))  # whether it fails alone: then no other combination with it is tried
+        return False
+
+    def _rehearsed_well(self, settings: Settings) -> bool:
+        if settings not in self._rehearsed:
+            self.progress(f"a rehearsal of {words_for(settings)}")
+            self._rehearsed[settings] = True
+            try:
+                rehearse(self.task, settings)
+            except Exception as error:  # whatever a real step meets that a trace did not
+                self._rehearsed[settings] = False
+                self.traces.drop(settings, error)
+        return self._rehearsed[settings]
 
     # -- answers ------------------------------------------------------------------------------------------------
     def finish(self, option: Option) -> Plan:

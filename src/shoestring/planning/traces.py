@@ -96,6 +96,7 @@ class Traces:
         """Takes settings out that turned out not to work."""
         self.candidates.leave_out(settings, error)
         self.profiles[settings] = None
+        self._broken.add(settings)
 
     # -- traces that others share -----------------------------------------------------------------------------------
     def key(self, settings: Settings) -> Settings:

@@ -9,8 +9,8 @@ from ..planning.plan import Plan
 from ..units import format_bytes
 
 
-def show_plan(console: Console, plan: Plan) -> None:
-    """Prints a plan that the planner made."""
+def show_plan(console: Console, plan: Plan, explain: bool = False) -> None:
+    """Prints a plan that the planner made; to `explain` it is to say what was left out as well."""
     flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in plan.techniques().items())
     peak, budget = plan.predicted_peak_bytes or 0, plan.budget_bytes or 0
     console.print(f"{plan.task}: {flags or 'no technique is needed'}", highlight=False)
@@ -23,6 +23,8 @@ def show_plan(console: Console, plan: Plan) -> None:
         console.print(f"  - {reason}", highlight=False)
     if plan.alternatives:
         console.print(_alternatives(plan))
+    for line in left_out(plan) if explain else ():
+        console.print(line, highlight=False, markup=False)
 
 
 def _alternatives(plan: Plan) -> Table:
@@ -32,5 +34,13 @@ def _alternatives(plan: Plan) -> Table:
     for row in plan.alternatives:
         words = ", ".join(f"{name} {value}" for name, value in row["settings"].items()) or "none"
         ratio = f"{row['predicted_time_ratio']:.2f}x"
-        table.add_row(format_bytes(row["predicted_peak_bytes"]), ratio, row["risk"], words)
+        about = "~" if row.get("estimated") else ""
+        table.add_row(f"{about}{format_bytes(row['predicted_peak_bytes'])}", ratio, row["risk"], words)
     return table
+
+
+def left_out(plan: Plan) -> list[str]:
+    """What the planner left out, and why, a line a reason."""
+    if not plan.left_out:
+        return ["nothing was left out"]
+    return ["left out:", *(f"  - {'; '.join(row['options'])}: {row['reason']}" for row in plan.left_out)]

@@ -6,9 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 PATIENCE_SECONDS = 1.0
+
+
+@contextmanager
+def steps(title: str) -> Iterator[Callable[[str], None]]:
+    """What is being done -> `tell(words)`, to be called with each step of it: a line that changes on a terminal, and
+    lines elsewhere, from when it is not soon done; words go to stderr."""
+    console, start = Console(file=sys.stderr), time.monotonic()
+    told = 0
+    with ExitStack() as stack:
+        status = console.status(title) if console.is_terminal else None
+        if status is not None:
+            stack.enter_context(status)
+
+        def tell(words: str) -> None:
+            nonlocal told
+            told += 1
+            if status is not None:
+                status.update(f"{title}, {told}: {escape(words)}")
+            elif time.monotonic() - start > PATIENCE_SECONDS:
+                print(f"shoestring: {title}, {told}: {words}", file=sys.stderr)
+
+        yield tell
 
 
 @contextmanager
