@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoestring import Task
 from shoestring.structure import mapped
+from shoestring.techniques.boundary import release
 from shoestring.techniques.dense_form import convert_to_dense
 from shoestring.techniques.lean_base import LeanOptimizer
 from shoestring.techniques.precision import DTYPES, convert
@@ -88,6 +89,7 @@ def rounded(task: Task, form: str | None) -> Task:
 def held_at_zero(task: Task) -> Task:
     """A task with sparse layers -> the same on PyTorch's dense ones: where no nonzero is, the gradient is made zero."""
     model = convert_to_dense(task.model)
+    release(model)  # of 16 bits, whose weights it still has
     for name, module in task.model.named_modules():
         if isinstance(module, SparseLayer):
             weight = model.get_submodule(name).weight

@@ -404,6 +404,18 @@ def test_a_dense_copy_has_plain_layers_and_the_same_outputs():
     torch.testing.assert_close(fresh(task.batch[0]), task.model(task.batch[0]))
 
 
+@pytest.mark.parametrize("form", ["fp16", "bf16"])
+def test_a_dense_copy_of_a_model_in_16_bits_takes_and_gives_fp32_like_it(form):
+    lean = apply(builtin("wrn-10-1", batch=2), Plan(nonzero=30, precision=form))
+    dense, x = convert_to_dense(lean.model).eval(), lean.task.batch[0].float()
+    y = lean.model.eval()(x)
+    assert y.dtype == dense(x).dtype == torch.float32
+    torch.testing.assert_close(dense(x), y, rtol=0.05, atol=0.05)
+    layer = dense.blocks[0].conv1
+    assert type(layer) is nn.Conv2d and layer.weight.dtype.itemsize == 2
+    assert layer(torch.zeros(1, 16, 4, 4)).dtype == torch.float32  # called by itself, too
+
+
 def test_an_encoder_layer_of_pytorch_runs_with_sparse_layers_in_training_and_evaluation():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
     model = from_dense(nn.Sequential(layer, nn.Linear(16, 2)), 50)

@@ -101,7 +101,7 @@ def test_the_mean_of_rewired_models_is_the_mean_of_the_dense_ones_and_a_file_of_
 
 
 def test_a_sparse_run_in_fp16_that_is_averaged_ends_and_may_be_resumed(tmp_path):
-    how = {"epochs": 3, "average": 2, "run": tmp_path}
+    how = {"epochs": 3, "average": 2, "run": tmp_path, "evaluation": right_answers()}
     plan = Plan(precision="fp16", microbatch=3)
     assert train(apply(rewired(), plan), Noise(), **how).finished
     averaged = (tmp_path / "averaged.safetensors").read_bytes()

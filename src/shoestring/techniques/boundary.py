@@ -70,12 +70,18 @@ class Exit:
 
 def bound(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives each module of a model in `dtype` its boundary; one that has it from an earlier plan gets the new one."""
+    release(model)
+    for module in model.modules():
+        module.register_forward_pre_hook(Entry(dtype, module is model), with_kwargs=True)
+        module.register_forward_hook(Exit(), always_call=True)
+
+
+def release(model: nn.Module) -> None:
+    """Takes the boundary away."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number in [number for number, hook in hooks.items() if isinstance(hook, Entry | Exit)]:
                 del hooks[number]
-        module.register_forward_pre_hook(Entry(dtype, module is model), with_kwargs=True)
-        module.register_forward_hook(Exit(), always_call=True)
 
 
 def is_backward() -> bool:

@@ -92,12 +92,14 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def convert_to_dense(model: nn.Module) -> nn.Module:
-    """A model with sparse layers -> a copy in which they are PyTorch's own, with all their zeros."""
+    """A model with sparse layers -> a copy in which they are PyTorch's own, with all their zeros and with the hooks by
+    which a model in 16 bits takes FP32."""
     model = copy.deepcopy(model)
     weights: dict[int, Any] = {}  # by the values that layers may share
     for layer in [module for module in model.modules() if isinstance(module, SparseLayer)]:
         dense = layer.to_dense()
         dense.weight = weights.setdefault(id(layer.values), dense.weight)
+        vars(dense).update({name: hooks for name, hooks in vars(layer).items() if name.startswith("_forward_")})
         _replace(model, layer, dense)
     return model
 
