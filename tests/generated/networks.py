@@ -79,6 +79,13 @@ def long_skip(x, blocks):
     return first + loop(first, blocks[1:])
 
 
+def skipped(x, blocks):
+    for block in blocks:
+        if torch.rand(()) < 0.7:
+            x = block(x)
+    return x
+
+
 def pairs(x, blocks):
     total = 0.0
     for block in blocks:
@@ -105,6 +112,7 @@ WALKS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "by keyword": by_keyword,
     "the first again": first_again,
     "a long skip": long_skip,
+    "skipped at random": skipped,
     "pairs": pairs,
     "the first in no_grad": some_without_recording,
     "stages": stages,

@@ -60,6 +60,7 @@ NORMS = {
     "BatchNorm2d": norm,
     "BatchNorm2d without affine": lambda width: nn.BatchNorm2d(width, affine=False),
     "BatchNorm2d without statistics": lambda width: nn.BatchNorm2d(width, track_running_stats=False),
+    "BatchNorm2d with cumulative statistics": lambda width: nn.BatchNorm2d(width, momentum=None),
     "BatchNorm2d, frozen": frozen,
     "F.batch_norm": call(in_training, norm),
     "F.batch_norm by keywords": call(by_keywords, norm),

@@ -1,23 +1,13 @@
 """`profile(task) -> Profile`: two whole training steps traced, their peak attributed to the last byte."""
 
-import logging
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 
-from ..errors import ShoestringError
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
 from ..signature import Bound, Signature
@@ -26,10 +16,8 @@ from ..task import Task
 from ..training.step import Stepper
 from ..units import format_bytes
 from .choices import Choices, short
-from .fakes import Faker, faked
+from .dry import larger_way, on_fakes
 from .trace import Tracer, home
-
-WAYS = 8  # that are tried, at most, where a step goes by what nobody can know
 
 
 @dataclass(frozen=True)
@@ -117,43 +105,8 @@ def profile(
     A `brief` one has the same peak sooner: it puts optimizer state and gradients in place and runs the largest
     microbatch alone. Its FLOPs are those of what it ran.
     """
-    tracer = _larger_way(lambda choices: _traced(task, workspace, steps, brief, choices))
+    tracer = larger_way(lambda choices: _traced(task, workspace, steps, brief, choices))
     return _summarise(task, tracer)
-
-
-def _larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
-    """Traces a task both ways at each place that goes by what nobody can know -> the trace that needs more memory."""
-    tracer, tried = _first_way(trace), 0
-    told: dict[str, None] = {}
-    todo = list(tracer.choices.asked)
-    while todo and tried < WAYS:
-        place, tried = todo.pop(0), tried + 1
-        try:
-            other = trace(tracer.choices.flipped(place))
-        except Exception:  # a way that cannot be gone
-            continue
-        peaks = tracer.ledger.peak().bytes, other.ledger.peak().bytes
-        todo += [new for new in other.choices.asked if new not in tracer.choices.asked and new not in todo]
-        why = tracer.choices.asked[place]
-        tracer = other if peaks[1] > peaks[0] else tracer
-        if peaks[0] != peaks[1]:
-            told[f"{why} at {short(place)}: the way that needs more memory is counted"] = None
-    tracer.unseen |= told
-    return tracer
-
-
-def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
-    """A way that can be gone: where one ends in an error, the last place before it may go the other way."""
-    choices = Choices()
-    for _ in range(WAYS):
-        try:
-            return trace(choices)
-        except Exception:
-            turns = [place for place in choices.asked if place not in choices.answers]
-            if not turns:
-                raise
-            choices = choices.flipped(turns[-1])
-    return trace(choices)
 
 
 def _traced(
@@ -161,25 +114,16 @@ def _traced(
 ) -> Tracer:
     pieces = list(task.split(task.batch))
     weights = task.weights(pieces)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faker = Faker(mode, _device(task))
-    batch, fakes = faker.tree(task.batch), faker.tree(pieces)  # the batch outlives its pieces
     tracer = Tracer(workspace, choices)
     parameters = list(task.model.named_parameters())
-    with _told_clearly(task), torch.random.fork_rng(devices=[]), faked(task.model, faker):
-        learned = {parameter.untyped_storage()._cdata for _, parameter in task.model.named_parameters()}
-        for real, fake in faker.pairs():
-            if fake.untyped_storage()._cdata not in learned:
-                tracer.values.lend(fake, real)
-        faker.forget()
-        with mode, listen(tracer.enter_phase), choices.drawing(), _as_in_a_run():
-            for tensor in tensors([batch, fakes]):
-                tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
-            with tracer.inside(task.model):
-                if brief:
-                    _brief_step(task, tracer, fakes, weights)
-                else:
-                    _steps(task, tracer, fakes, weights, steps)
+    with on_fakes(task, tracer, [task.batch, pieces]) as (batch, fakes), listen(tracer.enter_phase):
+        for tensor in tensors([batch, fakes]):  # the batch outlives its pieces
+            tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
+        with tracer.inside(task.model):
+            if brief:
+                _brief_step(task, tracer, fakes, weights)
+            else:
+                _steps(task, tracer, fakes, weights, steps)
         for path, parameter in parameters:
             if isinstance(parameter.grad, FakeTensor):
                 tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
@@ -187,20 +131,6 @@ def _traced(
         if why != "a random draw":
             tracer.unseen[f"{why} is read at {short(place)}: {int(choices.answers.get(place, True))} is assumed"] = None
     return tracer
-
-
-@contextmanager
-def _as_in_a_run() -> Iterator[None]:
-    """Transformers asks whether a tensor is fake, and goes another way for an export's sake: it is told no."""
-    library: Any = sys.modules.get("transformers.utils.import_utils")
-    asks = getattr(library, "is_fake_tensor", None)
-    if asks is not None:
-        library.is_fake_tensor = lambda x: False
-    try:
-        yield
-    finally:
-        if asks is not None:
-            library.is_fake_tensor = asks
 
 
 def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
@@ -274,37 +204,6 @@ def _claim_state(task: Task, tracer: Tracer, stepper: Stepper) -> None:
             tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
 
 
-@contextmanager
-def _told_clearly(task: Task) -> Iterator[None]:
-    """What cannot be traced is refused with the reason and a way out; other errors are the user's own."""
-    name = task.name or type(task.model).__name__
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    except DataDependentOutputException as error:
-        reason = f"{error.func} reads values of the data; move it into the data preparation"
-    except DynamicOutputShapeException as error:
-        reason = f"the size of what {error.func} makes depends on the data; move it into the data preparation"
-    except UnsupportedOperatorException as error:
-        reason = f"{error.func} has no fake implementation; register one with torch.library.register_fake"
-    except RuntimeError as error:
-        reason = next((words for sign, words in _UNTRACEABLE.items() if sign in str(error)), "")
-        if not reason:
-            raise
-    else:
-        return
-    finally:
-        log.disabled = was_disabled
-    raise ShoestringError(f"{name} cannot be traced: {reason}")
-
-
-_UNTRACEABLE = {
-    "no fake impl registered": "a custom operator has no fake; register one with its register_fake",
-    ".numpy() is not supported": "a tensor is read with .numpy(); move it into the data preparation",
-}
-
-
 def _summarise(task: Task, tracer: Tracer) -> Profile:
     forward, backward, recompute = (tracer.flops[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
     unseen = list(tracer.unseen) + (["what is done after each update"] if task.after_update else [])
@@ -339,14 +238,3 @@ def _unmeasured(uncalibrated: int, bounds: list[Bound]) -> list[str]:
             f"bounds of up to {format_bytes(max(bounds))} are counted in its place"
         )
     return words
-
-
-def _device(task: Task) -> torch.device:
-    """The device that the step would run on; meta stands for wherever the batch is."""
-    homes = {t.device for t in task.model.parameters()} | {t.device for t in task.model.buffers()}
-    homes |= {tensor.device for tensor in tensors(task.batch)}
-    homes = {home for home in homes if home.type != "meta"}
-    if len(homes) > 1:
-        names = ", ".join(sorted(map(str, homes)))
-        raise ShoestringError(f"the model and the batch are on different devices ({names}): move them to one")
-    return homes.pop() if homes else torch.device("cpu")

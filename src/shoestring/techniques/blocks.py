@@ -7,14 +7,12 @@ from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..errors import ShoestringError
 from ..profiling import flops  # noqa: F401 - the formulas of our own operators
-from ..profiling.fakes import Faker, faked
+from ..profiling.dry import dry_run
 from ..structure import tensors
 from ..task import Task
 from .keeping import Whole, keeping
@@ -91,15 +89,16 @@ def block_costs(task: Task, names: list[str]) -> list[BlockCost]:
 
 def traced(task: Task, calls: Mapping[str, Callable]) -> None:
     """Runs the forward pass of one piece on fake tensors; calls of the named modules go to `calls`, as in `patched`."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faker = Faker(mode, torch.device("cpu"))
-    batch = faker.tree(next(iter(task.split(task.batch))))
-    with faked(task.model, faker), mode, switched(task.model), ExitStack() as stack:
-        for context in task.contexts:
-            stack.enter_context(context(task.model))
-        for name, call in calls.items():
-            stack.enter_context(patched(task.model.get_submodule(name), call))
-        task.loss_of(task.model, batch)
+
+    def forward(batch: Any) -> None:
+        with switched(task.model), ExitStack() as stack:
+            for context in task.contexts:
+                stack.enter_context(context(task.model))
+            for name, call in calls.items():
+                stack.enter_context(patched(task.model.get_submodule(name), call))
+            task.loss_of(task.model, batch)
+
+    dry_run(task, next(iter(task.split(task.batch))), forward)
 
 
 def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, kwargs: dict) -> Any:

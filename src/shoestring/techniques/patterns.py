@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..profiling.fakes import Faker, faked
+from ..profiling.dry import dry_run
 from ..task import Task
 from .placeholders import METADATA
 from .sparse_products import sparse_convolution
@@ -117,15 +116,13 @@ def learn(task: Task, piece: Any) -> Patterns:
 
 
 def _learn(task: Task, piece: Any) -> Patterns:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faker = Faker(mode, torch.device("cpu"))
-    recorder = _Recorder({id(module): path for path, module in task.model.named_modules()})
-    batch = faker.tree(piece)
-    with faked(task.model, faker), mode:
-        names = {id(p): name for name, p in task.model.named_parameters()}
+    def watched(batch: Any) -> Patterns:
+        recorder = _Recorder({id(module): path for path, module in task.model.named_modules()})
         with recorder.following():
             task.loss_of(task.model, batch)
-        return _patterns(recorder, names)
+        return _patterns(recorder, {id(p): name for name, p in task.model.named_parameters()})
+
+    return dry_run(task, piece, watched)
 
 
 class _Found(NamedTuple):

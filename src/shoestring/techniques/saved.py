@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
@@ -27,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import NoEffect, ShoestringError
 from ..ledger import Phase
 from ..phases import current
-from ..profiling.fakes import Faker, faked
+from ..profiling.dry import dry_run
 from ..structure import tensors
 from ..task import Task
 from .checkpoint import has_norms
@@ -259,30 +258,39 @@ def _number(tensor: Tensor) -> int:
 # -- rehearsals -------------------------------------------------------------------------------------------------
 def rehearse(task: Task) -> int:
     """Runs the forward pass of one piece on fake tensors -> how many tensors its saved pass took."""
-    with _forward(task) as savers:
-        return sum(saver.taken for saver in savers)
+
+    def look(batch: Any) -> int:
+        with _forward(task, batch) as savers:
+            return sum(saver.taken for saver in savers)
+
+    return dry_run(task, _piece(task), look)
 
 
 def saved_bytes(task: Task) -> int:
     """The bytes of all storages that operations save in the forward pass of one piece."""
-    found: dict[int, Tensor] = {}
 
-    def note(tensor: Tensor) -> Whole:
-        found[_number(tensor)] = tensor
-        return Whole(tensor)
+    def look(batch: Any) -> int:
+        found: dict[int, Tensor] = {}
 
-    with keeping(note), _forward(task):
-        return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+        def note(tensor: Tensor) -> Whole:
+            found[_number(tensor)] = tensor
+            return Whole(tensor)
+
+        with keeping(note), _forward(task, batch):
+            return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+    return dry_run(task, _piece(task), look)
 
 
 @contextmanager
-def _forward(task: Task) -> Iterator[list[Saver]]:
-    """The forward pass of one piece on fake tensors -> the savers in force, with the pass still alive."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    faker = Faker(mode, torch.device("cpu"))
-    batch = faker.tree(next(iter(task.split(task.batch))))
-    with faked(task.model, faker), mode, ExitStack() as stack:
+def _forward(task: Task, batch: Any) -> Iterator[list[Saver]]:
+    """The forward pass of a piece -> the savers in force, with the pass still alive."""
+    with ExitStack() as stack:
         entered = [stack.enter_context(context(task.model)) for context in task.contexts]
         loss = task.loss_of(task.model, batch)
         yield [saver for saver in entered if isinstance(saver, Saver)]
         del loss
+
+
+def _piece(task: Task) -> Any:
+    return next(iter(task.split(task.batch)))

@@ -1,0 +1,153 @@
+"""Dry runs: a model on fake tensors, which go the way that real ones would and allocate nothing.
+
+`dry_run(task, piece, act)` is a forward pass, or part of one, of whoever wants to see what a model does: techniques
+look for blocks, patterns and saved tensors. `on_fakes` is what it shares with the trace of a whole step.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from ..errors import ShoestringError
+from ..structure import tensors
+from ..task import Task
+from .choices import Choices, short
+from .fakes import Faker, faked
+from .trace import Tracer
+
+T = TypeVar("T")
+WAYS = 8  # that are tried, at most, where a step goes by what nobody can know
+
+
+def dry_run(task: Task, piece: Any, act: Callable[[Any], T]) -> T:
+    """A task, a piece of its batch and what to do with it on fake tensors, such as calling the model -> what it gives.
+
+    Where the code goes by what nobody can know, it is done both ways, and what counts is the one that makes more.
+    """
+    found: dict[Tracer, T] = {}
+
+    def once(choices: Choices) -> Tracer:
+        tracer = Tracer(choices=choices)
+        with on_fakes(task, tracer, [piece]) as (fake,), tracer:
+            found[tracer] = act(fake)
+        return tracer
+
+    return found[larger_way(once)]
+
+
+@contextmanager
+def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]]:
+    """The model on fake tensors -> fakes of these structures. What the model or the batch holds, and is not learned,
+    has its values beside it in the tracer."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    faker = Faker(mode, _device(task))
+    fakes = [faker.tree(tree) for tree in trees]
+    with _told_clearly(task), torch.random.fork_rng(devices=[]), faked(task.model, faker):
+        learned = {parameter.untyped_storage()._cdata for parameter in task.model.parameters()}
+        for real, fake in faker.pairs():
+            if fake.untyped_storage()._cdata not in learned:
+                tracer.values.lend(fake, real)
+        faker.forget()
+        with mode, tracer.choices.drawing(), _as_in_a_run():
+            yield fakes
+
+
+def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
+    """Traces a task both ways at each place that goes by what nobody can know -> the trace that needs more memory."""
+    tracer, tried = _first_way(trace), 0
+    told: dict[str, None] = {}
+    todo = list(tracer.choices.asked)
+    while todo and tried < WAYS:
+        place, tried = todo.pop(0), tried + 1
+        try:
+            other = trace(tracer.choices.flipped(place))
+        except Exception:  # a way that cannot be gone
+            continue
+        peaks = tracer.ledger.peak().bytes, other.ledger.peak().bytes
+        todo += [new for new in other.choices.asked if new not in tracer.choices.asked and new not in todo]
+        why = tracer.choices.asked[place]
+        tracer = other if peaks[1] > peaks[0] else tracer
+        if peaks[0] != peaks[1]:
+            told[f"{why} at {short(place)}: the way that needs more memory is counted"] = None
+    tracer.unseen |= told
+    return tracer
+
+
+def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
+    """A way that can be gone: where one ends in an error, the last place before it may go the other way."""
+    choices = Choices()
+    for _ in range(WAYS):
+        try:
+            return trace(choices)
+        except Exception:
+            turns = [place for place in choices.asked if place not in choices.answers]
+            if not turns:
+                raise
+            choices = choices.flipped(turns[-1])
+    return trace(choices)
+
+
+@contextmanager
+def _as_in_a_run() -> Iterator[None]:
+    """Transformers asks whether a tensor is fake, and goes another way for an export's sake: it is told no."""
+    library: Any = sys.modules.get("transformers.utils.import_utils")
+    asks = getattr(library, "is_fake_tensor", None)
+    if asks is not None:
+        library.is_fake_tensor = lambda x: False
+    try:
+        yield
+    finally:
+        if asks is not None:
+            library.is_fake_tensor = asks
+
+
+@contextmanager
+def _told_clearly(task: Task) -> Iterator[None]:
+    """What cannot be traced is refused with the reason and a way out; other errors are the user's own."""
+    name = task.name or type(task.model).__name__
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    except DataDependentOutputException as error:
+        reason = f"{error.func} reads values of the data; move it into the data preparation"
+    except DynamicOutputShapeException as error:
+        reason = f"the size of what {error.func} makes depends on the data; move it into the data preparation"
+    except UnsupportedOperatorException as error:
+        reason = f"{error.func} has no fake implementation; register one with torch.library.register_fake"
+    except RuntimeError as error:
+        reason = next((words for sign, words in _UNTRACEABLE.items() if sign in str(error)), "")
+        if not reason:
+            raise
+    else:
+        return
+    finally:
+        log.disabled = was_disabled
+    raise ShoestringError(f"{name} cannot be traced: {reason}")
+
+
+_UNTRACEABLE = {
+    "no fake impl registered": "a custom operator has no fake; register one with its register_fake",
+    ".numpy() is not supported": "a tensor is read with .numpy(); move it into the data preparation",
+}
+
+
+def _device(task: Task) -> torch.device:
+    """The device that the step would run on; meta stands for wherever the batch is."""
+    homes = {t.device for t in task.model.parameters()} | {t.device for t in task.model.buffers()}
+    homes |= {tensor.device for tensor in tensors(task.batch)}
+    homes = {home for home in homes if home.type != "meta"}
+    if len(homes) > 1:
+        names = ", ".join(sorted(map(str, homes)))
+        raise ShoestringError(f"the model and the batch are on different devices ({names}): move them to one")
+    return homes.pop() if homes else torch.device("cpu")
