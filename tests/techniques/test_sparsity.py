@@ -416,6 +416,26 @@ def test_a_dense_copy_of_a_model_in_16_bits_takes_and_gives_fp32_like_it(form):
     assert layer(torch.zeros(1, 16, 4, 4)).dtype == torch.float32  # called by itself, too
 
 
+@pytest.mark.parametrize("form", ["fp16", "bf16"])
+def test_layers_of_a_model_in_16_bits_can_be_sparse_and_still_take_fp32(form):
+    first, second = (builtin("wrn-10-1", batch=2) for _ in range(2))
+    wanted = sparsity.effect(first, 30).layers
+    narrow = apply(second, Plan(precision=form)).task
+    assert sparsity.effect(narrow, 30).layers == wanted  # as the planner asks
+    sparse = sparsity.apply(narrow, sparsity.Settings(30)).model
+    assert set(layers_of(sparse)) == set(wanted)
+    assert sparse.blocks[0].conv1(torch.zeros(1, 16, 4, 4)).dtype == torch.float32
+    assert sparse(first.batch[0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_layer_with_a_users_hook_is_refused(kind):
+    model = nn.ModuleDict({"layer": nn.Linear(4, 4)})
+    getattr(model["layer"], f"register_{kind}_hook")(lambda *given: None)
+    with pytest.raises(ShoestringError, match="layer cannot be made sparse: it has hooks"):
+        from_dense(model, 50, layers=("layer",))
+
+
 def test_an_encoder_layer_of_pytorch_runs_with_sparse_layers_in_training_and_evaluation():
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True)
     model = from_dense(nn.Sequential(layer, nn.Linear(16, 2)), 50)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..structure import mapped, tensors
-from .sparse_layers import SparseLayer
+from .sparse_layer import SparseLayer
 
 LAYERS = (
     nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, SparseLayer,
@@ -82,6 +82,17 @@ def release(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number in [number for number, hook in hooks.items() if isinstance(hook, Entry | Exit)]:
                 del hooks[number]
+
+
+def move_boundary(old: nn.Module, new: nn.Module) -> None:
+    """Gives a layer that takes another's place that one's boundary; its other hooks, too, if it has any."""
+    vars(new).update({name: hooks for name, hooks in vars(old).items() if name.startswith("_forward_")})
+
+
+def hooks_of_others(module: nn.Module) -> bool:
+    """Whether a module has hooks beside those of a boundary."""
+    homes = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not isinstance(hook, Entry | Exit) for hooks in homes for hook in hooks.values())
 
 
 def is_backward() -> bool:

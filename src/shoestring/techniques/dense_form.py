@@ -14,6 +14,7 @@ from torch import nn
 
 from ..errors import NoEffect, ShoestringError
 from . import nonzeros
+from .boundary import move_boundary
 from .rewiring import shares
 from .selection import NOBODY, select
 from .sparse_layer import SparseLayer
@@ -55,6 +56,7 @@ def from_dense(
             if first is not None:  # they shared a weight, and share its nonzeros
                 sparse.values, sparse.index = first.values, first.index
             first = first or sparse
+            move_boundary(dense, sparse)
             _replace(model, dense, sparse)
         for name in names:
             del chosen[name].weight  # now, not when the last layer is done
@@ -99,7 +101,7 @@ def convert_to_dense(model: nn.Module) -> nn.Module:
     for layer in [module for module in model.modules() if isinstance(module, SparseLayer)]:
         dense = layer.to_dense()
         dense.weight = weights.setdefault(id(layer.values), dense.weight)
-        vars(dense).update({name: hooks for name, hooks in vars(layer).items() if name.startswith("_forward_")})
+        move_boundary(layer, dense)
         _replace(model, layer, dense)
     return model
 

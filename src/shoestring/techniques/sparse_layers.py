@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import nonzeros
+from .boundary import hooks_of_others
 from .sparse_layer import SparseLayer
 from .sparse_products import (
     SparseConvolution,
@@ -130,6 +131,6 @@ def why_not(module: nn.Module) -> str:
         return "it has a forward of its own"
     if module._parameters.get("weight") is None:
         return "its weight is not a plain parameter"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if hooks_of_others(module):
         return "it has hooks, which would be lost: register them afterwards"
     return kind.why_not(module)
