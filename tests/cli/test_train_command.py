@@ -82,7 +82,8 @@ def train(shoestring, tmp_path, monkeypatch):
 
 
 def without_record(folder):
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != "record.json")
+    timed = ("record.json", "page.html")  # which tell how long the run took
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in timed)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -98,6 +99,17 @@ def test_a_run_ends_with_its_memory_its_quality_and_the_command_to_evaluate_it(t
     assert "epoch 1/2  update 5/10" in answer.err
     record = json.loads((tmp_path / "runs" / "net.py" / "record.json").read_text())
     assert abs(record["predicted_peak_bytes"] - record["measured_peak_bytes"]) <= 0.02 * record["measured_peak_bytes"]
+
+
+def test_a_run_leaves_a_page_of_its_course_and_of_its_step_plain_and_lean(train, tmp_path):
+    answer = train("--epochs", 2, "--microbatch", 2, "--budget", "10MB")
+    assert answer.out.splitlines()[5].split() == ["page", "runs/net.py/page.html"]
+    text = (tmp_path / "runs" / "net.py" / "page.html").read_text()
+    found = json.loads(text.split('id="data">')[1].split("</script>")[0])["runs"][0]
+    assert found["state"] == "finished after 10 updates" and len(found["curves"]["loss"]) == 10
+    assert found["steps"]["lean"]["peak"]["bytes"] == found["record"]["predicted_peak_bytes"]
+    assert max(found["steps"]["plain"]["totals"]) > max(found["steps"]["lean"]["totals"])
+    assert found["curves"]["memory"][-1]["y"] == found["record"]["measured_peak_bytes"]
 
 
 def test_a_budget_alone_is_planned_for_and_kept(train, tmp_path):

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import ShoestringError
-from . import bench, doctor, plan, profile, study, train
+from . import bench, doctor, plan, profile, report, study, train
 from .options import Parser, WrongUsage, refuse_unknown
 
-COMMANDS = (profile, plan, train, bench, study, doctor)
+COMMANDS = (profile, plan, train, bench, study, report, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,11 +11,12 @@ from ..errors import OverBudget, ShoestringError
 from ..training.schedules import SCHEDULES, schedule
 from ..units import format_bytes, parse_bytes
 from .model import add_model, users_code
-from .options import add_techniques, command, given, number, print_json, techniques_of, whole_number
+from .options import add_techniques, command, given, number, print_json, techniques_of, whole_number, write_text
 from .plan import add_risk
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
+    from ..task import Task
     from ..training.apply import LeanTask
     from ..training.record import RunRecord
     from ..training.run import RunFolder
@@ -76,14 +77,20 @@ def run(args: argparse.Namespace) -> int:
     folder = _folder(args)
     with users_code(args.model):
         work = load_work(args)
-        lesson = work.under(_plan(args, work, folder))
+        plan = _plan(args, work, folder)
+        steps = {} if args.evaluate else _plain_step(work.task, plan)  # before the plan is applied to its model
+        lesson = work.under(plan)
         if args.evaluate:
             answer, lines = _evaluate(args.evaluate, lesson, folder)
         else:
             settings = work.settings | given(args, "label_smoothing")
             del work  # and with it the batch that only a prediction needs
-            lesson = lesson._replace(lean=_predicted(lesson.lean, args.budget))
-            answer, lines = _train(args, lesson, settings, folder)
+            lean, steps["lean" if plan.techniques() else "plain"] = _predicted(lesson.lean, args.budget)
+            _keep_steps(folder, steps)
+            answer, lines = _train(args, lesson._replace(lean=lean), settings, folder)
+            page = _write_page(folder)
+            answer["page"] = str(page) if page else None
+            lines += [f"{'page':<10}{page}"] if page else []
     if args.json:
         print_json(answer)
     else:
@@ -124,10 +131,47 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
     return work.adapted(make_plan(work.task, args, rehearse=True)) if args.budget else Plan()
 
 
-def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":
-    """The lean task with its predicted memory in its plan; refused where that is over the budget."""
+def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:
+    """The step without techniques, for the page, by what is known of this machine's operators; none without a plan."""
+    from ..measuring.calibration import load_cache
+    from ..profiling import profile
+    from ..reporting.page import step_data
+
+    if not plan.techniques():
+        return {}
+    try:
+        return {"plain": step_data(profile(task, load_cache(), brief=True))}
+    except ShoestringError:
+        return {}  # the lean step may be traced all the same
+
+
+def _keep_steps(folder: "RunFolder", steps: dict[str, Any]) -> None:
+    from ..reporting.page import write_steps
+
+    try:
+        write_steps(folder.path, steps)
+    except OSError as error:  # training itself will say what is wrong with the folder
+        _say(f"the page of {folder.path} will not show the step: {error.strerror}")
+
+
+def _write_page(folder: "RunFolder") -> Path | None:
+    """The page of the run, in its folder; a run that has ended well is not lost for it."""
+    from ..reporting.page import page_data, page_html, run_data
+
+    path = folder.path / "page.html"
+    try:
+        write_text(path, page_html(page_data(str(folder.path), [run_data(folder.path)])))
+    except ShoestringError as error:
+        _say(f"the page was not written: {error}")
+        return None
+    return path
+
+
+def _predicted(lean: "LeanTask", budget_bytes: int | None) -> tuple["LeanTask", dict[str, Any]]:
+    """The lean task with its predicted memory in its plan, and its step; refused where that is over the budget."""
     from ..measuring import calibrated
     from ..profiling import profile
+    from ..reporting.page import step_data
     from ..reporting.progress import progress
     from ..training.apply import LeanTask
 
@@ -145,7 +189,7 @@ def _predicted(lean: "LeanTask", budget_bytes: int | None) -> "LeanTask":
         predicted_peak_bytes=result.peak_bytes,
         predicted_bytes=result.bytes_by_category,
     )
-    return LeanTask(task.with_(batch=None), plan)
+    return LeanTask(task.with_(batch=None), plan), step_data(result, len(list(task.split(task.batch))))
 
 
 Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words

@@ -216,11 +216,18 @@ class Training:
         told = {"loss": loss} if math.isfinite(loss) else {"skipped": self.lean.stepper.skipped}
         line = {"update": self.update, "epoch": epoch + 1, **told, "lr": lr}
         self._log(line | self.lean.stepper.told)
+        self._note_peak()
         self._tell(event)
         try:
             self.budget.check()
         except OverBudget as error:
             self._replan(error, batch)
+
+    def _note_peak(self) -> None:
+        """Puts the measured peak into the record where it changes; a resumed run writes what it repeats once."""
+        peaks, now = [pair for pair in self.record.measured_peaks if pair[0] < self.update], self.budget.peak_bytes
+        if now is not None and (not peaks or peaks[-1][1] != now):
+            self.record = self.record.with_(measured_peaks=[*peaks, [self.update, now]])
 
     def _predicted_bytes(self, batch: Any) -> int:
         """The peak of a step of another batch than the plan was made for; scratch is taken to be what it was."""

@@ -31,6 +31,7 @@ class RunRecord:
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
     measured: dict[str, Any] = field(default_factory=dict)
+    measured_peaks: list[list[int]] = field(default_factory=list)  # [update, bytes] where the measured peak changed
     updates: int = 0
     seconds: float = 0.0
     quality_name: str = ""

@@ -62,6 +62,17 @@ class RunFolder:
                 ) from None
             yield
 
+    def is_locked(self) -> bool:
+        """Whether a process trains in the folder at this moment."""
+        try:
+            with self._named(".lock", "").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # no lock file: nobody trained here
+        return False
+
     def begin(self, record: RunRecord, plan: Plan, resume: bool) -> RunRecord:
         """Takes the folder for a run -> its record: the new one, or that of the run which is resumed."""
         if self.record_path.exists():
@@ -104,7 +115,7 @@ class RunFolder:
 
 def _is_ours(name: str) -> bool:
     """Whether another process of this run, or one that was killed at its start, may have left a file."""
-    return name.startswith(".") or name.split(".")[0] in ("plan", "record", "log", "saves", "averaged")
+    return name.startswith(".") or name.split(".")[0] in ("plan", "record", "log", "saves", "averaged", "step", "page")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""`shoestring report RUN -o page.html`: one page, for a browser, of a run, of two, or of a study."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import ShoestringError
+from .options import command, output_file, print_json, write_text
+
+EXAMPLES = (
+    "runs/wrn-28-2 -o page.html",
+    "runs/plain runs/lean -o both.html",
+    "table3 --scale memory -o table3.html",
+)
+HELP = "the folder of a run (two are compared), a study's name, or a file of `shoestring study report NAME --json`"
+
+
+def add(subparsers: Any) -> None:
+    parser = command(subparsers, "report", run, "write a page of a run or a study, for any browser", EXAMPLES)
+    parser.add_argument("subjects", nargs="+", metavar="RUN_OR_STUDY", help=HELP)
+    parser.add_argument("--scale", choices=("memory", "small", "full"), default="memory", help="of a study")
+    parser.add_argument("--store", type=Path, default=Path("runs/studies"), metavar="DIR", help="of a study's results")
+    parser.add_argument("--data", metavar="DIR", help="the data that a study was trained on")
+    parser.add_argument(
+        "-o", "--output", type=output_file(".html"), required=True, metavar="FILE", help="the page, one file"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..reporting.page import page_html
+
+    data = _data(args)
+    text = page_html(data)
+    write_text(args.output, text)
+    if args.json:
+        print_json({"page": str(args.output), "bytes": len(text.encode()), "runs": len(data["runs"])})
+    else:
+        print(f"wrote {args.output}: open it in a browser")
+    return 0
+
+
+def _data(args: argparse.Namespace) -> dict[str, Any]:
+    """What the arguments name -> the data of their page."""
+    from ..reporting.page import page_data, run_data, study_data
+
+    if len(args.subjects) > 2:
+        raise ShoestringError(f"{len(args.subjects)} runs are named: a page shows one, or compares two")
+    if all(Path(name).is_dir() for name in args.subjects):
+        runs = [run_data(Path(name)) for name in args.subjects]
+        return page_data(" and ".join(run["name"] for run in runs), runs)
+    (name, *others) = args.subjects
+    if others:
+        missing = next(name for name in args.subjects if not Path(name).is_dir())
+        raise ShoestringError(f"{missing!r} is no folder of a run: only runs are compared")
+    study = study_data(_named_study(name, args) or _study_file(name), name)
+    return page_data(study["place"] or study["name"] or name, study=study)
+
+
+def _named_study(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The report of a study as far as it is done; None where no study has that name."""
+    from ..studies.jobs import Store
+    from ..studies.results import report
+    from ..studies.study import load, names
+
+    known = name in names() or name.endswith(".toml")
+    return report(load(name), args.scale, Store(args.store), args.data) if known else None
+
+
+def _study_file(name: str) -> dict[str, Any]:
+    """A study's report, from a file."""
+    try:
+        found = json.loads(Path(name).read_bytes())
+    except FileNotFoundError:
+        raise ShoestringError(
+            f"{name!r} is neither the folder of a run, nor a study (see `shoestring study list`), nor a file of its report"
+        ) from None
+    except OSError as error:
+        raise ShoestringError(f"{name!r} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ShoestringError(
+            f"{name!r} is no JSON ({error}): make it with `shoestring study report NAME --json`"
+        ) from error
+    if not isinstance(found, dict):
+        raise ShoestringError(f"{name!r} is no report of a study: make one with `shoestring study report NAME --json`")
+    return found

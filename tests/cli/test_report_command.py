@@ -1,0 +1,53 @@
+import json
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "reporting"))
+from pages import STUDY, Reader, write_run
+
+
+def data_of(path: Path) -> dict:
+    return Reader(path.read_text()).data
+
+
+def test_a_page_of_a_run_is_written(shoestring, tmp_path):
+    run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    answer = shoestring("report", run, "-o", page)
+    assert answer.code == 0 and str(page) in answer.out
+    assert [one["name"] for one in data_of(page)["runs"]] == [str(run)]
+
+
+def test_two_runs_are_compared_on_one_page(shoestring, tmp_path):
+    runs, page = [write_run(tmp_path / name) for name in ("a", "b")], tmp_path / "page.html"
+    told = json.loads(shoestring("report", *runs, "-o", page, "--json").out)
+    assert told == {"page": str(page), "bytes": page.stat().st_size, "runs": 2}
+    assert [one["name"] for one in data_of(page)["runs"]] == list(map(str, runs))
+
+
+def test_a_page_of_a_study_is_written_from_its_report(shoestring, tmp_path):
+    (tmp_path / "study.json").write_text(json.dumps(STUDY))
+    assert shoestring("report", tmp_path / "study.json", "-o", tmp_path / "page.html").code == 0
+    assert len(data_of(tmp_path / "page.html")["study"]["rows"]) == 3
+
+
+def test_a_study_of_which_nothing_was_run_yet_has_a_page_with_what_the_paper_printed(shoestring, tmp_path):
+    answer = shoestring("report", "table3", "--store", tmp_path / "store", "-o", tmp_path / "page.html")
+    assert answer.code == 0, answer.err
+    study = data_of(tmp_path / "page.html")["study"]
+    assert study["rows"][0]["paper_bytes"] == 404.8e6 and study["rows"][0]["measured_bytes"] is None
+
+
+def test_what_cannot_be_shown_is_refused_in_one_line(shoestring, tmp_path):
+    run, page = write_run(tmp_path / "run"), tmp_path / "page.html"
+    (tmp_path / "text.json").write_text("nonsense")
+    (tmp_path / "empty").mkdir()
+    for subjects, reason in (
+        ([tmp_path / "empty"], "holds no run"),
+        ([tmp_path / "none"], "neither the folder of a run, nor a study"),
+        ([tmp_path / "text.json"], "is no JSON"),
+        ([run, tmp_path / "text.json"], "only runs are compared"),
+        ([run, run, run], "3 runs are named"),
+    ):
+        assert reason in shoestring("report", *subjects, "-o", page).complaint
+    assert "must end in .html" in shoestring("report", run, "-o", tmp_path / "page.txt").complaint
+    assert not page.exists()
