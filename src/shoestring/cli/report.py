@@ -73,7 +73,7 @@ def _study_file(name: str) -> dict[str, Any]:
         found = json.loads(Path(name).read_bytes())
     except FileNotFoundError:
         raise ShoestringError(
-            f"{name!r} is neither the folder of a run, nor a study (see `shoestring study list`), nor a file of its report"
+            f"{name!r} is neither the folder of a run, nor a study (see `shoestring study list`), nor a file of one"
         ) from None
     except OSError as error:
         raise ShoestringError(f"{name!r} cannot be read: {error.strerror}") from error
