@@ -37,7 +37,8 @@ def test_the_version_is_the_packages(shoestring):
 def test_no_command_is_wrong_usage_that_lists_them(shoestring):
     answer = shoestring()
     assert answer.code == 2
-    assert answer.complaint == "name a command: profile, plan, train, bench, study, report, doctor; see `shoestring --help`"
+    commands = "profile, plan, train, bench, study, report, doctor"
+    assert answer.complaint == f"name a command: {commands}; see `shoestring --help`"
 
 
 def test_an_unknown_command_is_named_with_the_choices(shoestring):

@@ -35,7 +35,9 @@ function words(value) {
 
 // -- what is said beside a mark, by pointer or by keyboard ------------------------------------------------------
 const tip = document.getElementById("tip");
+let spoken = null; // the mark beside which something is said
 function showTip(text, element, event) {
+  spoken = [text, element];
   tip.textContent = text;
   tip.hidden = false;
   const box = element.getBoundingClientRect();
@@ -43,9 +45,9 @@ function showTip(text, element, event) {
   tip.style.left = `${Math.max(4, Math.min(x + 12, innerWidth - tip.offsetWidth - 4))}px`;
   tip.style.top = `${y + tip.offsetHeight + 20 > innerHeight ? y - tip.offsetHeight - 12 : y + 14}px`;
 }
-const hideTip = () => { tip.hidden = true; };
+const hideTip = () => { spoken = null; tip.hidden = true; };
 document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
-document.addEventListener("scroll", hideTip, true);
+document.addEventListener("scroll", () => { if (spoken) showTip(...spoken); }, true); // a mark that gets the focus is scrolled to
 function told(element, text) {
   fill(element, { tabindex: 0, role: "img", "aria-label": text.replaceAll("\n", ", ") }, []);
   for (const name of ["pointermove", "click", "focus"]) element.addEventListener(name, (event) => showTip(text, element, event));
