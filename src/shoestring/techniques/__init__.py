@@ -75,12 +75,12 @@ REGISTRY = (
     ),
     Technique(
         "optimizer", lean_optimizer.Settings, lean_optimizer.apply, lean_optimizer.options, lean_optimizer.risk,
-        degree=lean_optimizer.degree, refuses=lean_optimizer.refuses, effect=lean_optimizer.effect,
+        refuses=lean_optimizer.refuses, effect=lean_optimizer.effect,
     ),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options, price=checkpoint.price),
     Technique(
         "keep", saved.parse, saved.apply, saved.options, saved.risk,
-        degree=saved.degree, refuses=saved.refuses, least=saved.least, price=saved.price,
+        refuses=saved.refuses, least=saved.least, price=saved.price,
     ),
     Technique(
         "microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk,

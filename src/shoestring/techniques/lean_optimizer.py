@@ -111,10 +111,6 @@ def risk(task: Task, words: str) -> Risk:
     return Risk.NEUTRAL if settings.pick(NARROW) else Risk.EXACT
 
 
-def degree(task: Task, words: str) -> int:
-    return 1 if Settings(words).pick(FACTORED) else 0
-
-
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     """Why gradients cannot be used up as they are made beside another setting."""
     words = Settings(str(settings.get("optimizer", "")))

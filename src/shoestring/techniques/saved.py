@@ -86,10 +86,6 @@ def options(task: Task) -> list[str]:
     return ["masks", "disk", "half"]
 
 
-def degree(task: Task, text: str) -> int:
-    return int(risk(task, text) == Risk.APPROXIMATE)
-
-
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     """Why a way to keep saved tensors does nothing beside a plan's other settings, or nothing that is worth it."""
     keep, checkpoint = settings.get("keep"), str(settings.get("checkpoint", ""))
