@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-zoo lint bench clean
+.PHONY: demo test test-slow test-zoo test-versions lint bench clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
@@ -17,6 +17,20 @@ test-slow: $(READY)
 test-zoo: $(READY)
 	$(BIN)/pip install -q transformers diffusers
 	$(BIN)/python benchmarks/zoo.py --jobs 2
+
+# A quick set on the oldest and the newest PyTorch that pyproject.toml declares: 4 GB each where they come with CUDA.
+TORCHES := 2.8.0 2.15.0
+QUICK := tests/measuring tests/profiling/test_limits.py tests/profiling/test_values.py tests/profiling/test_unharmed.py \
+  tests/profiling/test_as_measured.py tests/kernels/test_norm.py tests/techniques/test_frames.py \
+  tests/techniques/test_checkpoint.py tests/techniques/test_microbatch.py
+test-versions:
+	for torch in $(TORCHES); do \
+	  here=.venv/torch-$$torch; \
+	  test -x $$here/bin/python || $(PYTHON) -m venv $$here || exit 1; \
+	  $$here/bin/pip install -q torch==$$torch || exit 1; \
+	  $$here/bin/pip install -q -C build-dir=build/torch-$$torch ".[dev]" || exit 1; \
+	  $$here/bin/python -m pytest $(QUICK) || exit 1; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks

@@ -1,6 +1,9 @@
 """What can be profiled without being there, and what cannot be seen: declared, or refused with the reason."""
 
+import importlib
 import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring import SGD, Adam, ShoestringError, Task, builtin
 from shoestring.measuring import measure_process
-from shoestring.profiling import profile
+from shoestring.profiling import flops, profile
 
 
 def square(model, batch):
@@ -147,3 +150,19 @@ def test_a_mistake_in_the_users_code_stays_their_own_error_and_is_told_once(capf
     with pytest.raises(RuntimeError, match=r"\[8, 5\] X \[4, 2\]"):
         profile(task(batch=torch.zeros(8, 5)))
     assert capfd.readouterr() == ("", "")
+
+
+# -- what PyTorch itself may know one day --------------------------------------------------------------------
+def test_a_flop_formula_that_pytorch_has_already_is_not_registered_twice():
+    importlib.reload(flops)  # all of ours are there already
+    result = profile(task())
+    assert result.flops["forward"] == 2 * 8 * 4 * 2
+
+
+def test_the_range_of_pytorch_that_is_declared_is_the_range_that_is_tested():
+    root = Path(__file__).parents[2]
+    declared = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text())
+    tested = re.search(r"^TORCHES := (\S+) (\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
+    oldest, newest = (tuple(map(int, version.split(".")[:2])) for version in tested.groups())
+    assert oldest == tuple(map(int, declared[1].split(".")))
+    assert (newest[0], newest[1] + 1) == tuple(map(int, declared[2].split(".")))
