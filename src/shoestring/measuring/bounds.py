@@ -20,7 +20,7 @@ from ..signature import Bound, Signature, output_key
 THREAD_BYTES = {"attention": 1 << 19}  # of a thread's own buffers, which no argument's size tells: at most 0.4 MB seen
 LITTLE = 1 << 16  # the same of other operators
 COPIES = 2  # of all that a call reads and writes: a 16-bit reduction adds up a copy in FP32
-KEPT = 8  # what a library keeps for its backward pass: an LSTM's four gates and two states for each step
+RECURRENT = 8  # the same of an LSTM, and what it keeps for its backward pass: four gates and two states for each step
 CONVOLUTIONS = ("conv", "slow_", "thnn_", "mkldnn_conv")
 
 
@@ -32,9 +32,10 @@ def bounds_of(signature: Signature) -> dict[str, Bound]:
     if not moved or _only_looks(signature):
         return {str(signature): Bound(0)}
     buffers = next((size for name, size in THREAD_BYTES.items() if name in signature.op), LITTLE)
-    scratch = COPIES * moved + _unfolded_bytes(signature, results) + buffers * torch.get_num_threads()
+    copies = RECURRENT if "rnn" in signature.op else COPIES
+    scratch = copies * moved + _unfolded_bytes(signature, results) + buffers * torch.get_num_threads()
     open_ = [n for n, part in enumerate(results) if isinstance(part, Tensor) and part.shape == (0,)]
-    hidden = {output_key(signature, n): Bound(KEPT * moved // results[n].itemsize) for n in open_}
+    hidden = {output_key(signature, n): Bound(RECURRENT * moved // results[n].itemsize) for n in open_}
     return {str(signature): Bound(scratch)} | (hidden if len(results) > 1 else {})
 
 
