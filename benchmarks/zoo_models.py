@@ -231,9 +231,9 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-def task(name: str) -> Task:
-    """A model by its name -> its task, always with the same weights and the same batch."""
-    torch.manual_seed(0)
+def task(name: str, seed: int = 0) -> Task:
+    """A model by its name -> its task, with the same weights and the same batch for the same seed."""
+    torch.manual_seed(seed)
     model, batch = MODELS[name]()
     model.train()
     return Task(model, LOSSES.get(name, own_loss), batch, Adam(lr=1e-3), name=name)
