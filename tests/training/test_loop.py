@@ -359,7 +359,23 @@ def test_a_batch_larger_than_all_before_is_measured_too():
 
     one = train(task(), Growing(batches=5), epochs=3, meter=meter)
     assert len(calls) == 5  # each of the first epoch, none of the others
+    updates, sizes = zip(*one.measured_peaks, strict=True)
+    assert set(updates) <= {1, 2, 3, 4, 5} and sorted(set(sizes)) == list(sizes)
+    assert sizes[-1] == one.measured_peak_bytes
     assert one.measured_peak_bytes > train(task(), Growing(batches=2), epochs=1, meter=meter).measured_peak_bytes
+
+
+def test_a_run_that_is_broken_off_and_resumed_has_the_measured_peaks_of_a_whole_one(tmp_path):
+    def breaks(event):
+        if isinstance(event, Updated) and event.update == 4:
+            raise KeyError("broken off")
+
+    how = {"epochs": 2, "save_every": 1, "meter": measure_allocator}
+    whole = train(task(), Noise(), **how)
+    with pytest.raises(KeyError):
+        train(task(), Noise(), run=tmp_path / "run", listeners=[breaks], **how)
+    resumed = train(task(), Noise(), run=tmp_path / "run", resume=True, **how)
+    assert resumed.measured_peaks == whole.measured_peaks and len(whole.measured_peaks) > 0
 
 
 def test_a_step_over_the_budget_stops_the_run_after_it_was_measured(tmp_path):

@@ -231,7 +231,7 @@ function scatter(label, points, quality) {
     const x = scale(first, end, box.left, box.right), y = scale(low, high, box.bottom, box.top);
     const round = [];
     for (let power = Math.floor(first); power <= end; power++) for (const factor of [1, 2, 5]) if (power + Math.log10(factor) >= first && power + Math.log10(factor) <= end) round.push(power + Math.log10(factor));
-    const room = width < 500 && round.length > 5 ? round.filter((place) => Math.abs(place - Math.round(place)) < 1e-9 || Math.abs(place - Math.floor(place) - Math.log10(5)) < 1e-9) : round;
+    const room = round.reduce((kept, place) => (x(place) < box.right - 20 && (!kept.length || x(place) - x(kept.at(-1)) > 58) ? [...kept, place] : kept), []);
     const drawn = [true, false].flatMap((paper) => {
       const group = points.filter((point) => point.paper === paper), colour = paper ? "var(--b)" : "var(--a)";
       const at = (point) => [x(Math.log10(point.memory)), y(point.quality)];

@@ -2,6 +2,7 @@
 const COLOURS = ["var(--a)", "var(--b)"];
 const { runs, study } = DATA;
 const record = (run) => run.record || {};
+const said = (text) => (runs.length > 1 ? text : text[0].toUpperCase() + text.slice(1)); // after a run's name, or alone
 const named = (run) => (runs.length > 1 ? `${run.name}: ` : "");
 
 function facts(run) {
@@ -65,10 +66,10 @@ function predictions() {
     legend([...kindsOf(parts).filter((kind) => parts[kind] > 0).map(look), { label: "measured", colour: "var(--line)" }]),
     ...runs.map((run) => {
       const { predicted_peak_bytes: predicted, measured_peak_bytes: measured, budget_bytes: budget } = record(run);
-      if (!isNumber(predicted) || !isNumber(measured)) return node("p", { class: "note" }, `${named(run)}${isNumber(predicted) ? "no step of it was measured" : "its memory was not predicted"}.`);
+      if (!isNumber(predicted) || !isNumber(measured)) return node("p", { class: "note" }, `${named(run)}${said(isNumber(predicted) ? "no step of it was measured" : "its memory was not predicted")}.`);
       const within = isNumber(budget) ? `; ${measured <= budget ? "within" : "over"} the budget of ${bytes(budget)}` : "";
-      if (predicted === measured) return node("p", {}, `${named(run)}predicted to the byte${within}.`);
-      return node("p", {}, `${named(run)}the prediction is ${bytes(Math.abs(predicted - measured))} (${((100 * Math.abs(predicted - measured)) / measured).toFixed(2)}%) ${predicted < measured ? "under" : "over"} what was measured${within}.`);
+      if (predicted === measured) return node("p", {}, `${named(run)}${said("the memory was predicted to the byte")}${within}.`);
+      return node("p", {}, `${named(run)}${said("the prediction")} is ${bytes(Math.abs(predicted - measured))} (${((100 * Math.abs(predicted - measured)) / measured).toFixed(2)}%) ${predicted < measured ? "under" : "over"} what was measured${within}.`);
     }));
 }
 
@@ -107,7 +108,7 @@ function settings() {
 }
 
 function ofStudy() {
-  section("study", [study.place, study.title].filter(Boolean).join(": ") || study.name || "The study",
+  section("study", "The study", node("p", {}, [study.place, study.title].filter(Boolean).join(": ") || study.name),
     node("p", {}, `Study ${study.name || "without a name"} at scale ${study.scale || "not said"}: ${study.rows.length} rows, ${study.claims.length} claims.`),
     ...study.rows.flatMap((row) => row.failed.map((reason) => node("p", { class: "note" }, `${row.label}: a trial failed: ${words(reason)}`))));
   const spread = (value, interval) => (isNumber(value) ? `${plain(value)}${isNumber(interval) ? ` ± ${plain(interval)}` : ""}` : "-");
@@ -115,9 +116,9 @@ function ofStudy() {
   const name = (study.rows.find((row) => row.quality_name) || { quality_name: "quality" }).quality_name;
   if (study.claims.length) {
     const verdict = { label: "verdict", value: (claim) => claim.verdict, text: (claim) => `${claim.verdict === "confirmed" ? "✓ " : claim.verdict === "not confirmed" ? "✗ " : ""}${words(claim.verdict)}${claim.note ? ` (${claim.note})` : ""}`,
-      look: (claim) => (claim.verdict === "confirmed" ? "good" : claim.verdict === "not confirmed" ? "bad" : "muted") };
-    section("claims", "Claims", table("What the paper claims, and what was found", [{ label: "claim", value: (claim) => claim.claim },
-      { label: "paper", value: (claim) => claim.paper, figure: true }, { label: "ours", value: (claim) => claim.ours, text: (claim) => spread(claim.ours, claim.interval), figure: true }, verdict], study.claims));
+      look: (claim) => `verdict ${claim.verdict === "confirmed" ? "good" : claim.verdict === "not confirmed" ? "bad" : "muted"}` };
+    section("claims", "Claims", table("What the paper claims, and what was found", [{ label: "claim", value: (claim) => claim.claim }, verdict,
+      { label: "paper", value: (claim) => claim.paper, figure: true }, { label: "ours", value: (claim) => claim.ours, text: (claim) => spread(claim.ours, claim.interval), figure: true }], study.claims));
   }
   const points = study.rows.flatMap((row) => [
     { label: row.label, memory: isNumber(row.measured_bytes) ? row.measured_bytes : row.predicted_bytes, quality: row.quality, interval: row.interval, paper: false },
