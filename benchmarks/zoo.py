@@ -170,7 +170,8 @@ def as_before(name: str) -> dict[str, Any]:
 
 def marks(model: torch.nn.Module) -> dict[str, Any]:
     """Attributes and number of hooks of each module."""
-    return {path: (type(module), module.training, attributes(module)) for path, module in model.named_modules()}
+    modules = model.named_modules()
+    return {path: (type(module).__qualname__, module.training, attributes(module)) for path, module in modules}
 
 
 def attributes(module: torch.nn.Module) -> dict[str, Any]:
@@ -182,7 +183,7 @@ def attributes(module: torch.nn.Module) -> dict[str, Any]:
 def same_output(task: Task, model: torch.nn.Module, twin: torch.nn.Module) -> bool:
     found = []
     for each in (model, twin):
-        torch.manual_seed(0)
+        zoo_models.seed_all(0)
         with torch.no_grad():
             found.append(task.loss(each, task.batch))
     return torch.equal(*found)

@@ -40,6 +40,13 @@ def norm(width: int) -> nn.BatchNorm2d:
 
 
 # -- batch norm and its relatives ---------------------------------------------------------------------------------
+def changed_in_place(x, layer):
+    y = layer(x)
+    y[:, 0] *= 0.5
+    y += 0.1
+    return y
+
+
 def in_training(x, n):
     return F.batch_norm(x, n.running_mean, n.running_var, n.weight, n.bias, n.training, n.momentum, n.eps)
 
@@ -65,6 +72,7 @@ NORMS = {
     "F.batch_norm": call(in_training, norm),
     "F.batch_norm by keywords": call(by_keywords, norm),
     "F.batch_norm of the batch alone": call(lambda x: F.batch_norm(x, None, None, training=True)),
+    "BatchNorm2d changed in place": call(changed_in_place, norm),
     "BatchNorm2d twice": call(lambda x, n: n(n(x)), norm),
     "GroupNorm": lambda width: nn.GroupNorm(2, width),
     "InstanceNorm2d": lambda width: nn.InstanceNorm2d(width, affine=True),
@@ -140,13 +148,6 @@ def beside_no_grad(x, c):
 def by_unfolding(x, c):
     columns = F.unfold(x, 3, padding=1)
     return (c.weight.flatten(1) @ columns).view_as(x)
-
-
-def changed_in_place(x, c):
-    y = c(x)
-    y[:, 0] *= 0.5
-    y += 0.1
-    return y
 
 
 def checkpointed(x, c):
@@ -277,6 +278,7 @@ def widened(x, up, down):
 TOKENS = {
     "Linear": linear,
     "Linear by keyword": call(lambda x, layer: layer(input=x), linear),
+    "Linear changed in place": call(changed_in_place, linear),
     "Linear twice": call(lambda x, layer: layer(torch.tanh(layer(x))), linear),
     "Linear with weight_norm": lambda width: parametrizations.weight_norm(linear(width)),
     "F.linear": call(lambda x, layer: F.linear(x, layer.weight, layer.bias), linear),
@@ -299,6 +301,8 @@ TOKENS = {
     ),
     "BatchNorm1d": call(lambda x, n: n(x.transpose(1, 2)).transpose(1, 2), lambda width: nn.BatchNorm1d(width)),
     "LayerNorm": lambda width: nn.LayerNorm(width),
+    "LayerNorm changed in place": call(changed_in_place, nn.LayerNorm),
+    "dropout changed in place": call(changed_in_place, lambda width: nn.Dropout(0.1)),
     "RMSNorm": lambda width: nn.RMSNorm(width),
     "F.layer_norm by keywords": call(lambda x: F.layer_norm(input=x, normalized_shape=x.shape[-1:])),
     "GRU": call(lambda x, r: r(x)[0], lambda width: nn.GRU(width, width, batch_first=True)),

@@ -51,7 +51,9 @@ class LeanProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, kept: Any) -> Tensor:
         ctx.product, ctx.kept, ctx.shape = product, kept, x.shape
-        return product.forward(x, None)
+        y = product.forward(x, None)
+        # A linear layer of tokens gives a view of a matrix, and autograd forbids to change such a view in place.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
     @once_differentiable
