@@ -3,12 +3,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-zoo test-versions lint bench clean
+.PHONY: demo test test-slow test-zoo test-versions lint clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
 test: $(READY) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600

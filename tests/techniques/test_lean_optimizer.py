@@ -239,7 +239,6 @@ def test_at_no_time_is_there_more_than_one_gradient(pieces):
         (HEAVY_BALL, {"clip": 0.5}, "clipping to 0.5 needs the norm"),
         (HEAVY_BALL, {"scaling": Scaling()}, "a loss scale must see"),
     ],
-    ids=str,
 )
 def test_where_it_would_not_be_exact_it_is_refused_with_the_reason(rule, changes, words):
     task = make(optimizer=Lean(rule, uses_up=True), **changes)

@@ -94,7 +94,6 @@ def test_every_pass_has_random_numbers_of_its_own_and_the_models_are_left_alone(
         (lambda: iter(()), {"updates": 2}, "the data ended early: it should have at least one batch, and gave 0"),
         (lambda: 3, {"updates": 2}, "the data is a function that made a int: return"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_data_is_refused_with_what_to_pass(data, how, words):
     with pytest.raises(ShoestringError, match=words):
