@@ -39,7 +39,7 @@ def test_a_page_has_both_runs_and_the_ratios(shoestring):
     [
         (("--budget", "lots"), 2, "'lots' is not a size"),
         (("--budget", "1MB", "--microbatch", 2), 2, "--budget plans what --microbatch says already"),
-        (("--budget", "1KB"), 3, "no plan fits 1.000 KB: the smallest peak found is"),
+        (("--budget", "1KB"), 3, "no plan of risk neutral fits 1.000 KB: the smallest peak is"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(shoestring, arguments, code, words):
