@@ -57,6 +57,8 @@ class Coder(nn.Module):
 
     def scores(self, ids):
         x = self.encoder(self.embed(ids))
+        for block in self.blocks:
+            x = x + block(x)
         return F.linear(x, self.embed.weight)
 
 
