@@ -99,7 +99,6 @@ def test_a_plan_counts_scratch_that_could_not_be_measured(little_memory):
     assert plan.predicted_bytes["workspace"] > 0
 
 
-@pytest.mark.xfail(strict=True, reason="the planner keeps traces older than the scratch that it found since")
 def test_no_plan_is_given_that_fits_only_without_scratch_that_could_not_be_measured(little_memory):
     made = task("images")
     tensors = profile(made).peak_bytes

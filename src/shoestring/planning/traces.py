@@ -126,13 +126,12 @@ class Traces:
 
     # -- scratch ----------------------------------------------------------------------------------------------------
     def calibrated(self, traced: Profile) -> bool:
-        """Asks for the scratch of operators that is not known -> whether any of them needs some."""
+        """Asks for the scratch of operators that is not known -> whether more is known now than the trace counted."""
         unknown = [call for call in traced.signatures if str(call) not in self.workspace]
-        if self.calibrate is None or not unknown:
-            return False
-        found = self.calibrate(unknown)
-        self.workspace |= dict.fromkeys(map(str, unknown)) | found
-        return any(found.values())
+        if self.calibrate is not None and unknown:
+            self.workspace |= dict.fromkeys(map(str, unknown)) | self.calibrate(unknown)
+        # What was found for another trace since counts too.
+        return sum(self.workspace.get(str(call)) or 0 for call in traced.signatures) > traced.scratch_bytes
 
     def plain(self) -> Profile:
         """Plain training, with the scratch of its operators: what all savings are told against."""

@@ -32,6 +32,7 @@ class Profile:
     unseen: list[str]
     signatures: list[Signature] = field(repr=False)
     uncalibrated: int = 0  # distinct operator calls whose scratch is not known, and not counted
+    scratch_bytes: int = 0  # of all distinct operator calls whose scratch is known
 
     @property
     def peak_bytes(self) -> int:
@@ -224,6 +225,7 @@ def _summarise(task: Task, tracer: Tracer) -> Profile:
         unseen=unseen,
         signatures=tracer.signatures,
         uncalibrated=uncalibrated,
+        scratch_bytes=sum(size or 0 for size in scratch),
     )
 
 
