@@ -34,6 +34,7 @@ test-versions:
 
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check -q src tests benchmarks
 	$(BIN)/mypy
 
 # torch first and pinned: the wheel for CPUs, before anything that would pull in another build of it.

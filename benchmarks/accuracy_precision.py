@@ -26,7 +26,7 @@ from shoestring.training.evaluate import accuracy, evaluating, mean_loss, within
 from shoestring.training.events import Updated
 from shoestring.training.loop import train
 from shoestring.training.schedules import InverseSqrt, mostafa_wang
-from shoestring.training.search import bleu, translate
+from shoestring.training.translate import bleu, translate
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 LAST = 50  # updates, whose mean is the final training loss

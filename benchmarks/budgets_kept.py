@@ -21,9 +21,9 @@ from lean_steps import builtin, cpu_name, heap
 
 from shoestring.measuring import calibrate
 from shoestring.measuring.calibration import load_cache
+from shoestring.measuring.rates import device_rates
 from shoestring.planning.search import OBJECT_BYTES, Search
-from shoestring.planning.timing import device_rates
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.technique import Risk
 from shoestring.training.budget import batch_bytes
 from shoestring.units import format_bytes
 
@@ -63,7 +63,7 @@ def cases(model: str, size: int, shares: list[float]) -> Iterator[Case]:
     given = batch_bytes(task.batch)
     plain = heap(model, size, {}) + given
     print(f"{model}, {size} at a time: plain training {format_bytes(plain)}", file=sys.stderr, flush=True)
-    search = Search(task, 0, device_rates(torch.get_num_threads()), dict(load_cache()), calibrate)
+    search = Search(task, 0, device_rates(), dict(load_cache()), calibrate)
     smallest: dict[tuple, int] = {}
     for share in shares:
         search.budget = int(share * plain)

@@ -19,11 +19,11 @@ from shoestring.measuring import measure_allocator
 from shoestring.measuring.allocator import Event, read, record, storage_bytes
 from shoestring.reporting.figures import overlay_figure
 from shoestring.reporting.plans import show_plan
+from shoestring.reporting.run_progress import progress
 from shoestring.reporting.terminal import make_console
+from shoestring.training.job import CrossEntropy, ImageWork, Lesson, image_work
 from shoestring.training.loop import train
-from shoestring.training.progress import progress
 from shoestring.training.schedules import schedule
-from shoestring.training.work import CrossEntropy, ImageWork, Lesson, image_work
 from shoestring.units import format_bytes
 
 MODEL, BATCH, BUDGET, EPOCHS = "wrn-10-1", 100, "2.2MB", 12

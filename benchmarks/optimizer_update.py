@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from shoestring import SGD, Adam
-from shoestring.techniques.factored import SM3, Adafactor
-from shoestring.techniques.lean_optimizer import Lean
+from shoestring.techniques.optimizer import Lean
+from shoestring.techniques.optimizer.factored import SM3, Adafactor
 
 Maker = Callable[[Iterable[nn.Parameter]], Any]
 COLUMNS = 1024

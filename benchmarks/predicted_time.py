@@ -12,10 +12,10 @@ from lean_steps import builtin, times
 
 from shoestring.measuring import calibrate
 from shoestring.measuring.calibration import load_cache
+from shoestring.measuring.rates import device_rates
 from shoestring.planning.options import Option
 from shoestring.planning.search import Search
-from shoestring.planning.timing import device_rates
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.technique import Risk
 
 PLANS: tuple[dict, ...] = (
     {"checkpoint": "residual-1*"},
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    search = Search(builtin(args.model, args.batch), 0, device_rates(args.threads), dict(load_cache()), calibrate)
+    search = Search(builtin(args.model, args.batch), 0, device_rates(), dict(load_cache()), calibrate)
     plain = search.seconds(Option((), Risk.EXACT))
     measured = times(args.model, args.batch, [{}, *PLANS], args.repeats)
     print(f"{args.model}, batch {args.batch}: plain predicted {plain:.3f} s, measured {measured[0]:.3f} s")

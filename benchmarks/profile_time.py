@@ -9,7 +9,7 @@ import torch
 
 from shoestring import builtin
 from shoestring.profiling import profile
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 MODEL, BATCH, STEPS = "wrn-28-2", 100, 3
 

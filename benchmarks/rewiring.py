@@ -14,7 +14,7 @@ from torch import nn
 import shoestring
 from shoestring.models import materialise
 from shoestring.techniques import sparsity
-from shoestring.techniques.rewiring import sparse_layers
+from shoestring.techniques.sparsity.rewiring import sparse_layers
 
 UPDATES = 100_000  # of the paper's run
 

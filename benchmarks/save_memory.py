@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shoestring.measuring import measure_heap
-from shoestring.training.save import Saves
-from shoestring.training.state import ModelState
+from shoestring.runs.save import Saves
+from shoestring.runs.state import ModelState
 
 
 def model(megabytes: int) -> nn.Module:

@@ -6,7 +6,7 @@ from torch.utils import _pytree as pytree
 from shoestring import Profile, Task
 from shoestring.measuring import Measurement, calibrated, measure_allocator
 from shoestring.profiling import profile
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 
 def measured(task: Task, steps: int = 2) -> Measurement:

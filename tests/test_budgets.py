@@ -13,8 +13,8 @@ from shoestring import Adam, Plan, Task, apply, builtin
 from shoestring.errors import NoPlanFits
 from shoestring.measuring import calibrate
 from shoestring.planning.search import Search, plan
-from shoestring.planning.timing import Rates
-from shoestring.techniques.risk import Risk
+from shoestring.rates import Rates
+from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parent / "training"))
 import small

@@ -9,9 +9,9 @@ from torch import nn
 from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, train
 from shoestring.optimizers import make
 from shoestring.profiling import profile
-from shoestring.techniques.lean_optimizer import lean_update, options
-from shoestring.techniques.sparse_layer import SparseLayer
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
+from shoestring.techniques.optimizer import lean_update, options
+from shoestring.techniques.sparsity.layer import SparseLayer
 
 
 def net() -> nn.Module:

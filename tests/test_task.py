@@ -9,7 +9,7 @@ from shoestring.items import counted
 from shoestring.ledger import Phase
 from shoestring.phases import listen
 from shoestring.profiling import profile
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 
 def loss(model, batch):

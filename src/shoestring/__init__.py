@@ -20,7 +20,7 @@ _HOMES = {
     "Plan": "planning.plan",
     "apply": "training.apply",
     "train": "training.loop",
-    "load_weights": "training.save",
+    "load_weights": "runs.save",
     "measure": "measuring",
     "ShoestringError": "errors",
     "NoPlanFits": "errors",
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from .models import builtin
     from .planning.plan import Plan
     from .profiling import Profile
+    from .runs.save import load_weights
     from .task import SGD, Adam, Task
     from .training.apply import apply
     from .training.loop import train
-    from .training.save import load_weights
 
 
 def profile(task: "Task", calibrate: bool = True, **how: Any) -> "Profile":
@@ -87,11 +87,13 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
     """
     from .measuring import calibrate
     from .measuring.calibration import load_cache
+    from .measuring.rates import device_rates
     from .planning.search import plan
     from .reporting.progress import steps
 
     with steps("planning") as tell:
         known: dict[str, Any] = {"calibrate": calibrate, "workspace": dict(load_cache()), "progress": tell}
+        known["rates"] = device_rates()
         return plan(task, budget, risk, **(known | how))
 
 

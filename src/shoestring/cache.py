@@ -1,4 +1,4 @@
-"""The folder for what can be made again on a machine, and how files get into it."""
+"""Folders on this machine: for what can be made again, and for what is offloaded; how files get into them."""
 
 import os
 import tempfile
@@ -24,6 +24,11 @@ def made_cache_folder() -> Path:
             f"cannot make the cache folder {folder}: {error.strerror}; set SHOESTRING_CACHE to another"
         ) from error
     return folder
+
+
+def spill_folder() -> str:
+    """$TMPDIR or /var/tmp: /tmp is often in memory."""
+    return os.environ.get("TMPDIR") or "/var/tmp"
 
 
 def write_whole(path: Path, content: bytes) -> None:

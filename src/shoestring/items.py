@@ -2,7 +2,7 @@
 
 A batch's examples are the first dimension of its first tensor that is not shared. What a loss counts may be less or
 more: a language model's is the mean over the labels that are not ignored. Which of the `candidates` it is, only the
-loss knows: techniques/adding_up.py asks it.
+loss knows: techniques/microbatch/adding_up.py asks it.
 """
 
 from collections.abc import Callable, Collection, Iterator

@@ -52,7 +52,7 @@ Loss = Callable[[nn.Module, Any], Any]  # a tensor, or an output object that has
 REDUCTIONS = ("mean", "sum")
 # A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
 Context = Callable[[nn.Module], AbstractContextManager]
-# Called with the stepper (training/step.py) after each update of a run, never in a trace; may return what is to be
+# Called with the stepper (step.py) after each update of a run, never in a trace; may return what is to be
 # written into the update's line of the run's log.
 Hook = Callable[[Any], dict[str, Any] | None]
 
@@ -106,16 +106,12 @@ class Task:
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
-            raise ShoestringError(
-                f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself"
-            )
+            raise ShoestringError(f"a Task needs an nn.Module, not {type(self.model).__name__}: pass the model itself")
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if is_lazy(tensor):
                 raise ShoestringError(f"{name} of a lazy layer has no size yet: run the model on a batch first")
         if not callable(self.loss):
-            raise ShoestringError(
-                "a Task needs a loss(model, batch) that returns the mean loss: pass a function"
-            )
+            raise ShoestringError("a Task needs a loss(model, batch) that returns the mean loss: pass a function")
         if isinstance(self.optimizer, torch.optim.Optimizer):
             object.__setattr__(self, "optimizer", remade(self.optimizer, self.model))
         if not callable(self.optimizer):

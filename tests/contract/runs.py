@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shoestring import Task
+from shoestring.step import Stepper
 from shoestring.structure import mapped
-from shoestring.techniques.boundary import release
-from shoestring.techniques.dense_form import convert_to_dense
-from shoestring.techniques.lean_base import LeanOptimizer
+from shoestring.techniques.optimizer.base import LeanOptimizer
 from shoestring.techniques.precision import DTYPES, convert
-from shoestring.techniques.sparse_layer import SparseLayer
-from shoestring.training.step import Stepper
+from shoestring.techniques.precision.boundary import release
+from shoestring.techniques.sparsity.conversion import convert_to_dense
+from shoestring.techniques.sparsity.layer import SparseLayer
 
 
 @dataclass

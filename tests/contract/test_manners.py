@@ -12,10 +12,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
+from shoestring.passes import saved_tensors as keeping
 from shoestring.phases import current
-from shoestring.techniques import checkpoint, keeping, microbatch, saved
-from shoestring.techniques.sparse_layer import SparseLayer
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
+from shoestring.techniques import activations as saved
+from shoestring.techniques import checkpoint, microbatch
+from shoestring.techniques.sparsity.layer import SparseLayer
 
 ROWS = [(models[0], plan) for plan, (models, _) in PLANS.items()]
 

@@ -24,8 +24,8 @@ from shoestring.data import Augment, ImageBatches, on_images, open_images
 from shoestring.data.cifar import CLASSES
 from shoestring.data.pickles import read_pickle
 from shoestring.errors import ShoestringError
+from shoestring.step import Stepper
 from shoestring.techniques import microbatch
-from shoestring.training.step import Stepper
 
 
 def everything(split):

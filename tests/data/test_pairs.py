@@ -161,9 +161,7 @@ def test_batches_come_in_another_order_each_epoch_and_can_be_read_again(little):
 
 def test_batches_without_a_seed_come_from_short_to_long(little):
     batches = token_batches(little.valid, 1000)
-    widths = [
-        max(piece[0].shape[1], piece[2].shape[1]) for n in range(len(batches)) for piece in batches.read(0, n)
-    ]
+    widths = [max(piece[0].shape[1], piece[2].shape[1]) for n in range(len(batches)) for piece in batches.read(0, n)]
     assert widths == sorted(widths)
 
 

@@ -289,9 +289,7 @@ TOKENS = {
     "@": call(lambda x, layer: x @ layer.weight.t(), linear),
     "x.matmul(other=)": call(lambda x, layer: x.matmul(other=layer.weight.t()), linear),
     "torch.matmul by keywords": call(lambda x, layer: torch.matmul(input=x, other=layer.weight), linear),
-    "torch.addmm": call(
-        lambda x, layer: torch.addmm(layer.bias, x.flatten(0, 1), layer.weight).view_as(x), linear
-    ),
+    "torch.addmm": call(lambda x, layer: torch.addmm(layer.bias, x.flatten(0, 1), layer.weight).view_as(x), linear),
     "einsum": call(by_einsum, linear),
     "bmm": call(by_bmm, linear),
     "widened": call(widened, lambda width: nn.Linear(width, 3 * width), lambda width: nn.Linear(3 * width, width)),

@@ -11,7 +11,7 @@ from comparing import EXACT, least, verdict
 from networks import CONVOLUTIONS, JOINS, NORMS, TOKENS, WALKS, WATCHES, Network, draw
 from pieces import ACTIVATIONS
 
-from shoestring.techniques import saved
+from shoestring.techniques import activations as saved
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoestring.kernels import reference_update
 from shoestring.kernels.bitmask import pack_bits, unpack_bits
 from shoestring.kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
 from shoestring.kernels.dynamic_convolution import (
@@ -31,6 +30,7 @@ from shoestring.kernels.gradients import all_finite, squared_norm
 from shoestring.kernels.linear import linear_forward, linear_input_gradient, linear_weight_gradient
 from shoestring.kernels.moments import Moment, new_moment
 from shoestring.kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold, batch_norm_statistics
+from shoestring.kernels.references import update as reference_update
 from shoestring.kernels.sparse_conv import (
     sparse_conv2d_forward,
     sparse_conv2d_input_gradient,
@@ -166,9 +166,7 @@ def sparse_conv(draw: Draw) -> None:
     accumulate = draw.random() < 0.5
     gradient = tensor(draw, values.numel(), dtype=values.dtype)
     old = gradient.double() if accumulate else torch.zeros_like(gradient, dtype=torch.float64)
-    sparse_conv2d_weight_gradient(
-        x, grad_y, index, kernel, *spaced, **options, out=gradient, accumulate=accumulate
-    )
+    sparse_conv2d_weight_gradient(x, grad_y, index, kernel, *spaced, **options, out=gradient, accumulate=accumulate)
     wanted, magnitude = (old + grad_w.flatten()[positions], old.abs() + most[2].flatten()[positions])
     within("weight gradient", gradient, wanted, magnitude, batch * y[0:1, 0].numel() + 1)
 

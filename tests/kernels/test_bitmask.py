@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from shoestring.kernels import reference
 from shoestring.kernels.bitmask import pack_bits, unpack_bits
+from shoestring.kernels.references import bitmask as reference
 
 
 @pytest.mark.parametrize("numel", [0, 1, 7, 8, 9, 1000, 300_001])

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_conv
 from shoestring.kernels.conv import SCRATCH_BYTES, conv_forward, conv_input_gradient, conv_weight_gradient
 from shoestring.kernels.core import core, threads
+from shoestring.kernels.references import conv as reference_conv
 
 # batch, in, out, (height, width), kernel, stride, padding, dilation, groups
 GEOMETRIES = [

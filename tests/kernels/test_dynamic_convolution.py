@@ -5,12 +5,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_dynamic
 from shoestring.kernels.dynamic_convolution import (
     dynamic_convolution_forward,
     dynamic_convolution_input_gradient,
     dynamic_convolution_kernel_gradient,
 )
+from shoestring.kernels.references import dynamic_convolution as reference_dynamic
 from shoestring.models.dynamicconv import by_head, dynamic_convolution
 
 STEP = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -6,12 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
 from shoestring.kernels.define import scratch_of
-from shoestring.kernels.linear import (
-    SCRATCH_BYTES,
-    linear_forward,
-    linear_input_gradient,
-    linear_weight_gradient,
-)
+from shoestring.kernels.linear import SCRATCH_BYTES, linear_forward, linear_input_gradient, linear_weight_gradient
 
 STEP = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SHAPES = [((7,), 5, 3), ((2, 9), 33, 600), ((300,), 64, 17), ((1,), 1, 1)]

@@ -6,13 +6,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_norm
-from shoestring.kernels.norm import (
-    batch_norm_apply,
-    batch_norm_backward,
-    batch_norm_fold,
-    batch_norm_statistics,
-)
+from shoestring.kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold, batch_norm_statistics
+from shoestring.kernels.references import norm as reference_norm
 
 SHAPES = [(3, 5, 7, 9), (2, 8, 4, 4), (6, 13, 1, 1), (9, 16), (4, 3, 33), (1, 20, 16, 16), (2, 3, 4, 5, 6)]
 LAYOUTS = [torch.contiguous_format, torch.channels_last]

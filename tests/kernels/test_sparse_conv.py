@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_sparse
+from shoestring.kernels.references import sparse_conv as reference_sparse
 from shoestring.kernels.sparse_conv import (
     sparse_conv2d,
     sparse_conv2d_forward,
@@ -58,9 +58,7 @@ def check(x, values, index, out, geometry, scale=None, shift=None):
     dx = sparse_conv2d_input_gradient(dy, values, index, size, *geometry)
     close(dx, reference_sparse.conv2d_input_gradient(wide(dy), wide(values), index, size, *geometry), dtype)
     expected = torch.zeros_like(wide(values))
-    reference_sparse.conv2d_weight_gradient(
-        expected, wide(x), wide(dy), index, *geometry, *wide_coefficients, False
-    )
+    reference_sparse.conv2d_weight_gradient(expected, wide(x), wide(dy), index, *geometry, *wide_coefficients, False)
     gradient = torch.empty_like(values)
     sparse_conv2d_weight_gradient(x, dy, index, *geometry, *coefficients, out=gradient)
     close(gradient, expected, dtype)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_sparse
+from shoestring.kernels.references import sparse_conv as reference_sparse
 from shoestring.kernels.sparse_index import bitmap_bytes, decode, encode, from_bitmap, to_bitmap, validate
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_rows
+from shoestring.kernels.references import sparse_linear as reference_rows
 from shoestring.kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from shoestring.kernels.sparse_index import encode
 from shoestring.kernels.sparse_linear import (

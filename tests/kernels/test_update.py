@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels import reference_update
 from shoestring.kernels.core import core
 from shoestring.kernels.define import scratch_of
 from shoestring.kernels.moments import Moment, new_moment, read_moment, write_moment
-from shoestring.kernels.reference_moments import BLOCK, CHUNK, threefry
+from shoestring.kernels.references import update as reference_update
+from shoestring.kernels.references.moments import BLOCK, CHUNK, threefry
 from shoestring.kernels.update import adam_update, sgd_accumulate, sgd_follow, sgd_update
 
 WEIGHTS = [torch.float32, torch.float16, torch.bfloat16]

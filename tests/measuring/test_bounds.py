@@ -12,7 +12,7 @@ from shoestring.measuring import calibration
 from shoestring.measuring.allocator import measure_allocator
 from shoestring.measuring.bounds import bounds_of
 from shoestring.measuring.calibration import calibrate, load_cache
-from shoestring.planning.timing import Rates
+from shoestring.rates import Rates
 from shoestring.profiling import profile
 from shoestring.signature import Bound, signature_of
 

@@ -6,21 +6,10 @@ import pytest
 import torch
 
 from shoestring import ShoestringError, builtin
-from shoestring.models.dynamicconv import (
-    PAD,
-    DynamicConv,
-    DynamicConvTransformer,
-    Settings,
-    dynamic_convolution,
-)
-from shoestring.models.translation import (
-    TRANSLATION_ADAM,
-    count_target_tokens,
-    random_pairs,
-    translation_loss,
-)
+from shoestring.models.dynamicconv import PAD, DynamicConv, DynamicConvTransformer, Settings, dynamic_convolution
+from shoestring.models.translation import TRANSLATION_ADAM, count_target_tokens, random_pairs, translation_loss
+from shoestring.step import Stepper
 from shoestring.task import Adam, Task
-from shoestring.training.step import Stepper
 
 TINY = Settings(50, 40, 16, 32, heads=2, encoder_kernels=(3, 7), decoder_kernels=(3, 5), most_positions=64)
 

@@ -5,7 +5,7 @@ import torch
 
 from shoestring import ShoestringError, builtin
 from shoestring.models.resnet import BasicBlock, ResNet18
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 
 @pytest.mark.parametrize(

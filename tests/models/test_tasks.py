@@ -41,9 +41,7 @@ def test_a_given_length_makes_all_sentences_equal():
 
 @pytest.mark.parametrize("name", ["wrn", "wrn-28", "wrn--28-2", "wrn-28-2x", "", "vgg"])
 def test_an_unknown_name_lists_the_known_ones(name):
-    with pytest.raises(
-        ShoestringError, match=r"no built-in .*wrn-28-2.*resnet18.*dynamicconv.*vit"
-    ):
+    with pytest.raises(ShoestringError, match=r"no built-in .*wrn-28-2.*resnet18.*dynamicconv.*vit"):
         builtin(name)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from shoestring import Adam, ShoestringError, builtin
 from shoestring.models.vit import VisionTransformer
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 
 def test_vit_tiny_has_12_layers_of_width_192_on_64_patches():

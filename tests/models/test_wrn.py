@@ -5,7 +5,7 @@ import torch
 
 from shoestring import ShoestringError, builtin
 from shoestring.models.wrn import WideResNet, identity_shortcut
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 
 def parameters(model):

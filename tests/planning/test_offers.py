@@ -11,9 +11,9 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.options import PLAIN, Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.timing import Rates
+from shoestring.rates import Rates
 from shoestring.profiling import profile
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import zoo

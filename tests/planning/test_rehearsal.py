@@ -10,7 +10,7 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.rehearsal import rehearse
 from shoestring.planning.search import plan
-from shoestring.planning.timing import Rates
+from shoestring.rates import Rates
 from shoestring.profiling import profile
 
 RATES = Rates(1e11, 8e10, 1e10, 1e-5)

@@ -9,10 +9,10 @@ from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
 from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.timing import Rates
+from shoestring.rates import Rates
 from shoestring.planning.traces import OBJECT_BYTES
 from shoestring.profiling import profile
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))

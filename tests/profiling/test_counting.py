@@ -312,9 +312,7 @@ def test_an_optimizer_is_counted_with_its_temporaries(optimizer):
 
 def test_foreach_needs_temporaries_of_all_layers_at_once():
     def peak(foreach):
-        made = task(
-            two_layers(), torch.randn(2, 64), optimizer=lambda p: torch.optim.Adam(p, foreach=foreach)
-        )
+        made = task(two_layers(), torch.randn(2, 64), optimizer=lambda p: torch.optim.Adam(p, foreach=foreach))
         return profile(made).peak_bytes
 
     assert peak(True) > peak(False)

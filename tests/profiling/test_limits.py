@@ -11,8 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring import SGD, Adam, ShoestringError, Task, builtin
+from shoestring.kernels import flops
 from shoestring.measuring import measure_process
-from shoestring.profiling import flops, profile
+from shoestring.profiling import profile
 
 
 def square(model, batch):
@@ -55,9 +56,7 @@ def test_a_model_of_ten_times_the_machines_memory_is_profiled():
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
     results = []
-    reading = measure_process(
-        lambda: results.append(profile(task(model, torch.randn(2, width), optimizer=Adam())))
-    )
+    reading = measure_process(lambda: results.append(profile(task(model, torch.randn(2, width), optimizer=Adam()))))
     assert results[0].bytes_by_category["model"] == layers * width * width * 4 >= 10 * machine
     assert results[0].peak_bytes > 40 * machine  # gradients and Adam's two states besides
     assert reading.peak_bytes - reading.start_bytes < 1e9

@@ -9,7 +9,7 @@ from torch import nn
 
 from shoestring.errors import ShoestringError
 from shoestring.models import builtin
-from shoestring.profiling.paper import paper_profile
+from shoestring.paper import paper_profile
 from shoestring.task import SGD, Adam, Task
 
 STARRED = {"precision": "fp16", "checkpoint": "residual-2*"}
@@ -200,9 +200,7 @@ def test_a_wide_resnet_that_a_user_wrote_has_the_same_counts(checkpoint):
     )
     batch = (torch.zeros(2, 3, 32, 32), torch.zeros(2, dtype=torch.int64))
     task = Task(model, lambda model, batch: F.nll_loss(model(batch[0]), batch[1]), batch, SGD(momentum=0.9))
-    theirs, ours = (
-        paper_profile(m, batch=100, nonzero=30, checkpoint=checkpoint) for m in (task, "wrn-10-1")
-    )
+    theirs, ours = (paper_profile(m, batch=100, nonzero=30, checkpoint=checkpoint) for m in (task, "wrn-10-1"))
     assert theirs.bytes_by_category == ours.bytes_by_category
     assert theirs.flops == ours.flops
 

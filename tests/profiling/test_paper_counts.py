@@ -9,7 +9,7 @@ from itertools import cycle, pairwise
 
 import pytest
 
-from shoestring.profiling.paper import paper_profile
+from shoestring.paper import paper_profile
 
 
 class Counter:
@@ -176,9 +176,7 @@ def test_flops_of_a_network_of_three_blocks_by_hand():
     head = 2 * 64 * 10
     assert flops["forward"] == sum(products) + 9 * normed + joined + 4_096 + head + 4 * 10
     inputs = 16_384 + 16_384 + 8_192  # x1, x2, x3 have two readers, whose gradients are added
-    assert flops["backward"] == (
-        2 * sum(products) - products[0] + 10 * normed + inputs + 4_096 + 2 * head + 3 * 10
-    )
+    assert flops["backward"] == (2 * sum(products) - products[0] + 10 * normed + inputs + 4_096 + 2 * head + 3 * 10)
     redone = products[0] + products[1] + products[3] + products[5]  # the stem, and each block's first
     assert flops["recompute"] == redone + 3 * (normed - 4_096)
 

@@ -46,12 +46,9 @@ def make(**changes) -> Task:
 def snapshot(task: Task):
     return {
         "weights": {
-            name: (id(t), t.data_ptr(), t.clone())
-            for name, t in task.model.state_dict(keep_vars=True).items()
+            name: (id(t), t.data_ptr(), t.clone()) for name, t in task.model.state_dict(keep_vars=True).items()
         },
-        "gradients": [
-            None if p.grad is None else (id(p.grad), p.grad.clone()) for p in task.model.parameters()
-        ],
+        "gradients": [None if p.grad is None else (id(p.grad), p.grad.clone()) for p in task.model.parameters()],
         "attributes": {path: dict(vars(module)) for path, module in task.model.named_modules()},
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in task.model.modules()],
         "random": torch.get_rng_state(),
@@ -61,9 +58,7 @@ def snapshot(task: Task):
 
 def assert_same(before, after):
     assert before.keys() == after.keys()
-    for a, b in zip(
-        torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True
-    ):
+    for a, b in zip(torch.utils._pytree.tree_leaves(before), torch.utils._pytree.tree_leaves(after), strict=True):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a is b or a == b
 
 

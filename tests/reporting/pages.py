@@ -8,7 +8,7 @@ from shoestring.ledger import Category, Ledger, Phase
 from shoestring.planning.plan import Plan
 from shoestring.profiling import Profile
 from shoestring.reporting.page import step_data, write_steps
-from shoestring.training.record import RunRecord
+from shoestring.runs.record import RunRecord
 
 MB = 10**6
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;\u2028{{data}}"

@@ -4,13 +4,7 @@ import pytest
 
 from shoestring.errors import ShoestringError
 from shoestring.reporting.comparison import Comparison, comparison_table
-from shoestring.reporting.figures import (
-    beside_figure,
-    comparison_figure,
-    overlay_figure,
-    profile_figure,
-    require_plot,
-)
+from shoestring.reporting.figures import beside_figure, comparison_figure, overlay_figure, profile_figure, require_plot
 
 ROWS = [
     Comparison("small", 1_000_000, 1_000_000),

@@ -22,9 +22,7 @@ def test_no_line_is_wider_than_the_terminal(data, ledger, width):
 
 
 def test_no_row_is_wrapped_and_the_page_fits_a_screen(data, ledger):
-    data["by_module"] = [
-        {"module": f"{'encoder.' * 12}{n}", "bytes": 10**6, "activation": 10**6} for n in range(30)
-    ]
+    data["by_module"] = [{"module": f"{'encoder.' * 12}{n}", "bytes": 10**6, "activation": 10**6} for n in range(30)]
     lines = page(data, ledger)
     assert len(lines) <= 45
     assert sum(".encoder." in line for line in lines) == 10

@@ -3,7 +3,7 @@
 import pytest
 
 from shoestring import ShoestringError
-from shoestring.profiling.paper import paper_profile
+from shoestring.paper import paper_profile
 from shoestring.studies.study import load, names, parse
 
 GOOD = """title = "t"

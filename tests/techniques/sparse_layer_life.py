@@ -4,7 +4,7 @@ import numpy as np
 from torch import nn
 
 from shoestring.models import materialise
-from shoestring.techniques.sparse_layers import SparseLinear
+from shoestring.techniques.sparsity.layers import SparseLinear
 
 
 def life(features, nonzeros):

@@ -16,9 +16,9 @@ from shoestring.items import Entries
 from shoestring.planning.traces import blank
 from shoestring.profiling import profile
 from shoestring.techniques import microbatch
-from shoestring.techniques.adding_up import judge, undisturbed
 from shoestring.techniques.microbatch import split_of
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.microbatch.adding_up import judge, undisturbed
+from shoestring.techniques.technique import Risk
 from shoestring.turns import turn
 
 WORDS = 40

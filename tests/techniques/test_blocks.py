@@ -5,7 +5,8 @@ from torch import nn
 
 import shoestring
 from shoestring import ShoestringError
-from shoestring.techniques.blocks import find_blocks, patched
+from shoestring.passes.patching import patched
+from shoestring.techniques.checkpoint.blocks import find_blocks
 
 
 class Block(nn.Module):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring import SGD, Plan, Task, apply, builtin, train
-from shoestring.techniques.boundary import Entry, Exit, _call
-from shoestring.techniques.lean import hooked_modules
+from shoestring.passes.mode import hooked_modules
+from shoestring.techniques.precision.boundary import Entry, Exit, _call
 from shoestring.training.evaluate import Evaluation, mean_loss
-from shoestring.training.feed import as_data
+from shoestring.training.resumable import as_data
 
 FORMS = {"fp16": torch.float16, "bf16": torch.bfloat16}
 NEAR = {"fp16": 5e-3, "bf16": 5e-2}

@@ -8,8 +8,8 @@ from torch import nn
 
 import zoo
 from shoestring import SGD, Plan, Task, apply
-from shoestring.techniques.chains import find_chains
 from shoestring.techniques.checkpoint import options
+from shoestring.techniques.checkpoint.chains import find_chains
 
 WIDTH = 8
 

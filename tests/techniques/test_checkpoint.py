@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
+from shoestring.passes.mode import with_lean
 from shoestring.profiling import profile
 from shoestring.techniques import checkpoint
-from shoestring.techniques.lean import with_lean
 
 STRATEGIES = ("residual-1", "residual-1*", "residual-2", "residual-2*", "every-2", "optimal")
 WIDTH = 16

@@ -8,10 +8,10 @@ from torch import nn
 
 from shoestring import ShoestringError
 from shoestring.ledger import Phase
+from shoestring.passes.checksums import Seen
+from shoestring.passes.regions import Frame
+from shoestring.passes.saved_tensors import Whole
 from shoestring.phases import current
-from shoestring.techniques.frames import Frame
-from shoestring.techniques.keeping import Whole
-from shoestring.techniques.seen import Seen
 
 
 class Counted(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoestring import ShoestringError
-from shoestring.techniques.keeping import Once, Shared, Whole, keep, keeping
+from shoestring.passes.saved_tensors import Once, Shared, Whole, keep, keeping
 
 
 class Copy:

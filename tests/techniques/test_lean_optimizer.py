@@ -11,13 +11,13 @@ import shoestring
 from shoestring import SGD, Adam, Plan, ShoestringError, Task
 from shoestring.errors import NoEffect
 from shoestring.profiling import profile
-from shoestring.techniques.factored import SM3, Adafactor
-from shoestring.techniques.lean_base import SMALL
-from shoestring.techniques.lean_optimizer import Lean, Settings, apply, lean_update, options, risk
-from shoestring.techniques.risk import Risk
-from shoestring.techniques.scaling import Scaling
-from shoestring.training.state import OptimizerState, pack, unpack
-from shoestring.training.step import Stepper
+from shoestring.runs.state import OptimizerState, pack, unpack
+from shoestring.step import Stepper
+from shoestring.techniques.optimizer import Lean, Settings, apply, lean_update, options, risk
+from shoestring.techniques.optimizer.base import SMALL
+from shoestring.techniques.optimizer.factored import SM3, Adafactor
+from shoestring.techniques.precision.loss_scale import Scaling
+from shoestring.techniques.technique import Risk
 
 HEAVY_BALL = SGD(lr=0.05, momentum=0.9, weight_decay=0.01)
 NESTEROV = SGD(lr=0.05, momentum=0.9, nesterov=True)
@@ -369,7 +369,7 @@ def test_rows_in_several_chunks_make_the_same_update():
     for recipe in (SM3(), Adafactor()):
         chunked = updated(recipe)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shoestring.techniques.factored.CHUNK", 1 << 20)
+            patch.setattr("shoestring.techniques.optimizer.factored.CHUNK", 1 << 20)
             torch.testing.assert_close(updated(recipe), chunked)
 
 

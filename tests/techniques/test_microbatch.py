@@ -13,8 +13,8 @@ from shoestring.errors import NoEffect
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, random_pairs, translation_loss
 from shoestring.techniques import microbatch
-from shoestring.techniques.pieces import ByExamples, ByTokens, sentence_lengths, trim
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.microbatch.pieces import ByExamples, ByTokens, sentence_lengths, trim
+from shoestring.techniques.technique import Risk
 from shoestring.tokens import PAD
 
 

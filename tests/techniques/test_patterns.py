@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring import SGD, Task
-from shoestring.techniques.patterns import learn
+from shoestring.passes.patterns import learn
 
 
 class Net(nn.Module):

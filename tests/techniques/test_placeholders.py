@@ -7,7 +7,7 @@ from middles import MIDDLES, Net, Switched, check_same, images, loss_of
 from torch import nn
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
-from shoestring.techniques.functions import lean_relu
+from shoestring.passes.functions import lean_relu
 
 PLANS = [{"checkpoint": "no-bn"}, {"checkpoint": "residual-1*"}, {"precision": "fp16"}, {"checkpoint": "residual-1"}]
 

@@ -7,10 +7,10 @@ from torch import nn
 import zoo
 from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin
 from shoestring.profiling import profile
+from shoestring.step import Stepper
 from shoestring.techniques.precision import NORMS, Settings, convert, options, risk
 from shoestring.techniques.precision import apply as with_precision
-from shoestring.techniques.risk import Risk
-from shoestring.training.step import Stepper
+from shoestring.techniques.technique import Risk
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

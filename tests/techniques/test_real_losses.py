@@ -7,7 +7,7 @@ from runs import distance, doubled, run
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.techniques import microbatch
 from shoestring.techniques.microbatch import verdict
-from shoestring.techniques.risk import Risk
+from shoestring.techniques.technique import Risk
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
 pytestmark = pytest.mark.slow  # importing transformers alone takes ten seconds

@@ -11,10 +11,10 @@ from torch import nn
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
-from shoestring.techniques import saved
-from shoestring.techniques.codecs import Half, OnDisk, Spill
-from shoestring.techniques.risk import Risk
-from shoestring.techniques.saved import Rule, SavedPass, parse
+from shoestring.techniques import activations as saved
+from shoestring.techniques.activations import Rule, SavedPass, parse
+from shoestring.techniques.activations.codecs import Half, OnDisk, Spill
+from shoestring.techniques.technique import Risk
 
 WIDTH, ROWS = 64, 512  # a map is 128 KB
 MAP = 4 * WIDTH * ROWS

@@ -9,8 +9,8 @@ from torch import nn
 from shoestring import SGD, Adam, ShoestringError, Task
 from shoestring.errors import Diverged
 from shoestring.profiling import profile
-from shoestring.techniques.scaling import Scaling
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
+from shoestring.techniques.precision.loss_scale import Scaling
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shoestring import ShoestringError
-from shoestring.techniques.segments import BlockCost, choose_segments, least_bytes
+from shoestring.techniques.checkpoint.segments import BlockCost, choose_segments, least_bytes
 
 
 def chain(*blocks):

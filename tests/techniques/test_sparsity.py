@@ -22,12 +22,12 @@ from shoestring.measuring import measure_heap
 from shoestring.models import materialise
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.profiling import profile
+from shoestring.step import Stepper
 from shoestring.techniques import sparsity
-from shoestring.techniques.dense_form import convert_to_dense, from_dense
-from shoestring.techniques.risk import Risk
-from shoestring.techniques.sparse_layer import SparseLayer, expected_index_bytes
-from shoestring.techniques.sparse_layers import SparseConv2d, SparseEmbedding, SparseLinear
-from shoestring.training.step import Stepper
+from shoestring.techniques.sparsity.conversion import convert_to_dense, from_dense
+from shoestring.techniques.sparsity.layer import SparseLayer, expected_index_bytes
+from shoestring.techniques.sparsity.layers import SparseConv2d, SparseEmbedding, SparseLinear
+from shoestring.techniques.technique import Risk
 
 
 def layers_of(model):
@@ -136,9 +136,7 @@ def test_a_sparse_model_has_the_gradients_of_the_dense_one_at_its_nonzeros_under
     expected = gradients(dense, task.loss, task.batch)
     lean = apply(task, Plan(checkpoint=strategy, microbatch=None))
     found = {}
-    lean.stepper.optimizer.step = lambda: found.update(
-        {name: p.grad for name, p in lean.model.named_parameters()}
-    )
+    lean.stepper.optimizer.step = lambda: found.update({name: p.grad for name, p in lean.model.named_parameters()})
     lean.step(task.batch)
     for name, layer in layers_of(lean.model).items():
         whole = expected.pop(f"{name}.weight").flatten()

@@ -5,7 +5,7 @@ import torch
 
 from shoestring import Adam, Plan, Task, apply
 from shoestring.techniques import sparsity
-from shoestring.techniques.sparse_layer import SparseLayer
+from shoestring.techniques.sparsity.layer import SparseLayer
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from shoestring import SGD, Adam, Plan, ShoestringError, apply, builtin
 from shoestring.kernels.sparse_index import decode, validate
+from shoestring.step import Stepper
 from shoestring.techniques import sparsity
-from shoestring.techniques.dense_form import from_dense
-from shoestring.techniques.nonzeros import count_from, threshold_of
-from shoestring.techniques.rewiring import Rewiring, Schedule, shares, sparse_layers
-from shoestring.techniques.sparse_layers import SparseLinear
+from shoestring.techniques.sparsity.bitmap import count_from, threshold_of
+from shoestring.techniques.sparsity.conversion import from_dense
+from shoestring.techniques.sparsity.layers import SparseLinear
+from shoestring.techniques.sparsity.rewiring import Rewiring, Schedule, shares, sparse_layers
 from shoestring.training.events import Updated
 from shoestring.training.loop import train
-from shoestring.training.step import Stepper
 
 
 def three_layers(nonzero=20, dtype=torch.float32, seed=0):

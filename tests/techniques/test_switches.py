@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring.passes.switches import switched
 from shoestring.profiling import profile
-from shoestring.techniques.switches import switched
 
 STRATEGIES = ("residual-1", "residual-2*", "optimal")
 WIDTH = 16

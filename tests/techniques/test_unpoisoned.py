@@ -8,7 +8,7 @@ from torch import nn
 
 from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin
 from shoestring.errors import Diverged
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 BAD = (math.nan, math.inf, -math.inf)
 

@@ -93,7 +93,7 @@ def die() -> None:
 
 def die_after_bytes(left: int) -> None:
     """SIGKILL when this many bytes of saves are written, be it in the middle of a tensor."""
-    from shoestring.training.tensorfile import HashedFile
+    from shoestring.runs.tensorfile import HashedFile
 
     write = HashedFile.write
 

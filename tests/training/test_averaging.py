@@ -5,12 +5,12 @@ from torch import nn
 
 from shoestring import Plan, apply
 from shoestring.measuring import measure_allocator
+from shoestring.runs.averaging import NoMean, means, write_means
+from shoestring.runs.save import check, load_weights, restore_task
+from shoestring.runs.tensorfile import TensorFile, write_tensors
 from shoestring.techniques import sparsity
-from shoestring.techniques.dense_form import convert_to_dense, from_dense
-from shoestring.training.averaging import NoMean, means, write_means
+from shoestring.techniques.sparsity.conversion import convert_to_dense, from_dense
 from shoestring.training.loop import train
-from shoestring.training.save import check, load_weights, restore_task
-from shoestring.training.tensorfile import TensorFile, write_tensors
 
 
 def files(tmp_path, *contents):

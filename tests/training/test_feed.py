@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply, train
-from shoestring.training.feed import Stream
+from shoestring.training.resumable import Stream
 
 
 def batches():

@@ -8,11 +8,10 @@ import torch
 from small import Noise, loss, right_answers, task
 from torch import nn
 
-from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin, train
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin, finite, train
 from shoestring.errors import Diverged
 from shoestring.profiling import profile
-from shoestring.training import finite
-from shoestring.training.step import Stepper
+from shoestring.step import Stepper
 
 PLANS = [
     {},

@@ -15,16 +15,16 @@ from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
 from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
 from shoestring.phases import current
+from shoestring.runs.folder import RunFolder
+from shoestring.runs.record import read_record
+from shoestring.runs.save import load_weights
+from shoestring.runs.state import model_tensors
 from shoestring.training.budget import Budget
 from shoestring.training.evaluate import Evaluation, evaluating
 from shoestring.training.events import Evaluated, Replanned, Saved, Updated
 from shoestring.training.interrupts import Interrupted
 from shoestring.training.loop import train
-from shoestring.training.record import read_record
-from shoestring.training.run import RunFolder
-from shoestring.training.save import load_weights
 from shoestring.training.schedules import Steps
-from shoestring.training.state import model_tensors
 
 
 def log_of(folder):

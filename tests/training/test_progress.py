@@ -3,9 +3,9 @@ import io
 
 import pytest
 
-from shoestring.training import progress as module
+from shoestring.reporting import run_progress as module
+from shoestring.reporting.run_progress import progress
 from shoestring.training.events import Evaluated, Updated
-from shoestring.training.progress import progress
 
 
 class Terminal(io.StringIO):
@@ -57,7 +57,7 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from shoestring.training.tensorboard import tensorboard
+    from shoestring.reporting.tensorboard import tensorboard
 
     with tensorboard(tmp_path) as listener:
         listener(update(1))

@@ -11,9 +11,9 @@ from torch import nn
 
 from shoestring.errors import DamagedSave, ShoestringError
 from shoestring.measuring import measure_allocator
-from shoestring.training import save as module
-from shoestring.training.save import NotSaved, Saves, load_weights, seal, unseal
-from shoestring.training.state import ModelState
+from shoestring.runs import save as module
+from shoestring.runs.save import NotSaved, Saves, load_weights, seal, unseal
+from shoestring.runs.state import ModelState
 
 
 class Part:
@@ -52,9 +52,7 @@ def test_the_newest_save_is_the_one_that_is_used(saves):
 def test_names_sort_in_the_order_of_updates(saves):
     for update in (9, 10, 10**9):
         saves.write(update, "", {})
-    assert sorted(path.name for path in saves.folder.iterdir()) == [
-        saves.path(u).name for u in (9, 10, 10**9)
-    ]
+    assert sorted(path.name for path in saves.folder.iterdir()) == [saves.path(u).name for u in (9, 10, 10**9)]
 
 
 def test_a_run_that_never_saved_has_no_newest_save(saves):
@@ -248,7 +246,7 @@ def test_everything_is_on_the_disk_before_the_save_gets_its_name(saves, monkeypa
 FULL = """
 import resource, sys, torch
 from pathlib import Path
-from shoestring.training.save import NotSaved, Saves
+from shoestring.runs.save import NotSaved, Saves
 
 class Part:
     def state(self):

@@ -12,7 +12,7 @@ from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import translation_loss
 from shoestring.tokens import BOS, EOS, PAD, SPECIAL_IDS
-from shoestring.training.search import beam_search, bleu, greedy_search, groups, next_logs, translate
+from shoestring.training.translate import beam_search, bleu, greedy_search, groups, next_logs, translate
 
 WORDS = 3
 LONGEST = 4
@@ -124,9 +124,7 @@ def test_translations_come_in_the_order_of_the_sentences_and_within_their_tokens
 
 
 def test_groups_hold_every_sentence_once_and_at_least_one():
-    lengths = encode(
-        Rows.of_texts(["a " * n for n in (5, 1, 9, 30, 2)]), Vocabulary.of(Rows.of_texts(["a"]))
-    ).lengths()
+    lengths = encode(Rows.of_texts(["a " * n for n in (5, 1, 9, 30, 2)]), Vocabulary.of(Rows.of_texts(["a"]))).lengths()
     assert [rows.tolist() for rows in groups(lengths, beams=1, tokens=30)] == [[1, 4], [0], [2], [3]]
 
 

@@ -8,16 +8,8 @@ from torch import nn
 from shoestring import Adam, Task
 from shoestring.errors import ShoestringError
 from shoestring.randomness import RandomState, seeded
-from shoestring.training.save import Saves, restore_task
-from shoestring.training.state import (
-    ModelState,
-    OptimizerState,
-    Parts,
-    find_stateful,
-    fingerprint,
-    model_tensors,
-    pack,
-)
+from shoestring.runs.save import Saves, restore_task
+from shoestring.runs.state import ModelState, OptimizerState, Parts, find_stateful, fingerprint, model_tensors, pack
 
 
 def through_a_save(tmp_path, part, target=None, in_place=False):

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from shoestring.errors import DamagedSave, ShoestringError
 from shoestring.measuring import measure_allocator
-from shoestring.training import tensorfile
-from shoestring.training.tensorfile import CHUNK, DTYPES, TensorFile, checksum, pieces, write_tensors
+from shoestring.runs import tensorfile
+from shoestring.runs.tensorfile import CHUNK, DTYPES, TensorFile, checksum, pieces, write_tensors
 
 
 def write(path, tensors):
@@ -56,9 +56,7 @@ def test_the_safetensors_library_reads_our_files_and_we_read_its(tmp_path, tenso
     save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
     theirs, ours = load_file(tmp_path / "ours"), TensorFile(tmp_path / "theirs")
     for name, tensor in tensors.items():
-        assert torch.equal(bits(theirs[name]), bits(tensor)) and torch.equal(
-            bits(ours.read(name)), bits(tensor)
-        )
+        assert torch.equal(bits(theirs[name]), bits(tensor)) and torch.equal(bits(ours.read(name)), bits(tensor))
 
 
 @pytest.mark.parametrize("name", ["scalar", "transposed", "channels last", "every second"])
@@ -71,9 +69,7 @@ def test_a_tensor_that_is_there_already_is_filled_whatever_its_strides(tmp_path,
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 64), st.randoms(use_true_random=False)
-)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.integers(1, 64), st.randoms(use_true_random=False))
 def test_the_pieces_of_a_tensor_are_its_values_in_order(shape, chunk, random):
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
     order = random.sample(range(len(shape)), len(shape))

@@ -6,9 +6,9 @@ from shoestring.data import open_images, open_pairs
 from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
-from shoestring.techniques.lean import lean_run
+from shoestring.passes.mode import lean_run
+from shoestring.training.job import CrossEntropy, ids_in, image_work, largest, pair_work, takes_images
 from shoestring.training.loop import train
-from shoestring.training.work import CrossEntropy, ids_in, image_work, largest, pair_work, takes_images
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_16_bit_models_translate_under_their_contexts(pairs, monkeypatch):
         seen.append(lean_run())  # fails outside one: products of 16 bits would be PyTorch's, tens of times slower
         return ["word"] * len(sentences)
 
-    monkeypatch.setattr("shoestring.training.work.translate", translate)
+    monkeypatch.setattr("shoestring.training.job.translate", translate)
     lesson = translation(pairs, quality="bleu").under(Plan(precision="fp16"))
     assert lesson.evaluation(lesson.lean.model) == 0 and seen
 

@@ -100,9 +100,7 @@ def number(low: float, high: float, zero: bool = False) -> Callable[[str], float
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not (low < value <= high or (zero and value == low)):
             words = "at least" if zero else "above"
-            raise argparse.ArgumentTypeError(
-                f"{text} is out of range: it must be {words} {low:g} and at most {high:g}"
-            )
+            raise argparse.ArgumentTypeError(f"{text} is out of range: it must be {words} {low:g} and at most {high:g}")
         return value
 
     return convert

@@ -63,7 +63,7 @@ def _task(args: argparse.Namespace) -> Any:
 
 def _on_data(args: argparse.Namespace) -> "Plan":
     """The plan of a run on data, whose images are in memory as bytes and whose sentences have their own lengths."""
-    from .subject import RECIPE, load_work
+    from .job import RECIPE, load_work
 
     work = load_work(argparse.Namespace(**RECIPE | vars(args)))
     return work.adapted(make_plan(work.task, args, args.rehearse))
@@ -75,6 +75,7 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
 
     from ..measuring import calibrate
     from ..measuring.calibration import load_cache
+    from ..measuring.rates import device_rates
     from ..planning.search import plan
     from ..reporting.progress import progress, steps
 
@@ -94,6 +95,7 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
             task,
             args.budget,
             args.risk,
+            rates=device_rates(),
             workspace=known,
             calibrate=calibrated,
             progress=tell,

@@ -5,16 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, is_builtin, load_task, users_code
-from .options import (
-    add_techniques,
-    command,
-    given,
-    output_file,
-    print_json,
-    techniques_of,
-    whole_number,
-    write_text,
-)
+from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
@@ -60,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _paper(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict[str, Any], "Ledger"]:
     """The arguments -> JSON and ledger of the step as the paper counts it."""
-    from ..profiling.paper import paper_profile
+    from ..paper import paper_profile
 
     model = args.model if is_builtin(args.model) else load_task(args.model, sizes)
     result = paper_profile(model, **sizes, **techniques)

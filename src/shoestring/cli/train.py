@@ -16,11 +16,11 @@ from .plan import add_risk
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
+    from ..runs.folder import RunFolder
+    from ..runs.record import RunRecord
     from ..task import Task
     from ..training.apply import LeanTask
-    from ..training.record import RunRecord
-    from ..training.run import RunFolder
-    from ..training.work import Lesson, Work
+    from ..training.job import Lesson, Work
 
 EXAMPLES = (
     "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 7MB",
@@ -70,7 +70,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from .subject import load_work
+    from .job import load_work
 
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _folder(args: argparse.Namespace) -> "RunFolder":
     """The folder of the run, refused before any work is done where it holds another run, or none to go on with."""
-    from ..training.run import RunFolder
+    from ..runs.folder import RunFolder
 
     folder = RunFolder(args.folder or Path("runs") / Path(args.model.split(":")[0]).name, warn=_say)
     old = args.resume or args.evaluate
@@ -116,8 +116,8 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
 def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan":
     """The plan: of a file, of the techniques named, of the run that is resumed, or made for the budget."""
     from ..planning.plan import Plan
+    from .job import read_plan
     from .plan import make_plan
-    from .subject import read_plan
 
     techniques = techniques_of(args)
     if args.plan and techniques:
@@ -197,10 +197,10 @@ Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words
 
 def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any], folder: "RunFolder") -> Answer:
     from ..measuring import measure_allocator
+    from ..reporting.run_progress import progress
+    from ..reporting.tensorboard import tensorboard
     from ..training.loop import train
-    from ..training.progress import progress
     from ..training.recipe import Recipe
-    from ..training.tensorboard import tensorboard
 
     length = given(args, "epochs", "updates")
     updates = Recipe(**length).length(len(lesson.data))
@@ -232,9 +232,9 @@ def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any],
 
 def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
     """The quality of weights that a run left behind."""
-    from ..training.averaging import averaged
-    from ..training.record import read_record
-    from ..training.save import restore_task
+    from ..runs.averaging import averaged
+    from ..runs.record import read_record
+    from ..runs.save import restore_task
 
     record, newest = read_record(folder.record_path), folder.saves.newest()
     if newest is None:

@@ -51,9 +51,7 @@ class Augment:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 images -> float32 images of mean 0 and standard deviation 1 a channel."""
-        mean, std = (
-            255 * images.new_tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std)
-        )
+        mean, std = (255 * images.new_tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std))
         return images.float().sub_(mean).div_(std)
 
 

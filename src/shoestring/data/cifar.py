@@ -47,9 +47,7 @@ def _python_part(path: Path) -> Part:
     entries = read_pickle(need_file(path))
     data, labels = entries.get("data"), entries.get("labels")
     if not isinstance(data, Bytes) or data.span is None or not isinstance(labels, list):
-        raise ShoestringError(
-            f"{path} has no 'data' and 'labels': it is not a batch of CIFAR-10; unpack it again"
-        )
+        raise ShoestringError(f"{path} has no 'data' and 'labels': it is not a batch of CIFAR-10; unpack it again")
     count = len(labels)
     if data.shape != (count, _PIXELS) or data.span.length != count * _PIXELS:
         raise ShoestringError(
@@ -57,9 +55,7 @@ def _python_part(path: Path) -> Part:
             f"it takes ({count}, {_PIXELS}); unpack the official archive again"
         )
     if not all(isinstance(label, int) and 0 <= label < 256 for label in labels):
-        raise ShoestringError(
-            f"{path} has labels that are not numbers from 0 to 9: unpack the official archive again"
-        )
+        raise ShoestringError(f"{path} has labels that are not numbers from 0 to 9: unpack the official archive again")
     pixels = map_file(path)[data.span.offset : data.span.offset + data.span.length]
     mapped = spill([bytes(labels)])
     return Part(pixels.reshape(count, *SHAPE), check_labels(mapped, len(CLASSES), path))

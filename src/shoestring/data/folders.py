@@ -114,9 +114,7 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
             width, height = image.size
             if width * height > _MOST_PIXELS:
                 raise ValueError(f"{width} x {height} pixels, and {_MOST_PIXELS:,} is the limit")
-            left, top, right, bottom = (
-                _middle(width, height) if key is None else _random_part(width, height, key)
-            )
+            left, top, right, bottom = _middle(width, height) if key is None else _random_part(width, height, key)
             # A JPEG can be decoded at 1/2, 1/4 or 1/8: no more pixels than the part needs.
             zoom = max(size / (right - left), size / (bottom - top))
             image.draft("RGB", (int(width * zoom), int(height * zoom)))

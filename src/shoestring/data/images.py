@@ -66,9 +66,7 @@ class ImageBatches:
         return *self.split.read(indices, keys), self.augment.draw(keys)
 
 
-def open_images(
-    folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None
-) -> Images:
+def open_images(folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None) -> Images:
     """A folder -> its images: CIFAR-10 (binary or python), MNIST's IDX, or train/CLASS/*.jpg; None: embedded.
 
     `channels=3` repeats a grey channel. `size` is the side that images have: smaller ones get a black border
@@ -121,9 +119,7 @@ def _shape(natural: tuple[int, ...], channels: int | None, size: int | None) -> 
     """The images' own shape and what was asked for -> the shape that is served."""
     own, height, width = natural
     if channels not in (None, own, 3 if own == 1 else own):
-        raise ShoestringError(
-            f"images of {own} channel(s) cannot be served with {channels}: leave `channels` out"
-        )
+        raise ShoestringError(f"images of {own} channel(s) cannot be served with {channels}: leave `channels` out")
     if size is not None and size < max(height, width):
         raise ShoestringError(
             f"images of {height}x{width} do not fit into {size}x{size}: give at least {max(height, width)}"

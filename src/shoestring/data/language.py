@@ -183,9 +183,7 @@ def _source_phrase(phrase: Phrase, case: int) -> str:
 def _stem(kind: str, number: int) -> str:
     """The same two or three syllables for the same word, whatever the seed of the sentences."""
     draw = _Draw(int.from_bytes(f"{kind} {number}".encode(), "big"))
-    syllables = (
-        "pkbdgmnfvslrzt"[draw.below(14)] + "aeiou"[draw.below(5)] for _ in range(2 + draw.chance(0.4))
-    )
+    syllables = ("pkbdgmnfvslrzt"[draw.below(14)] + "aeiou"[draw.below(5)] for _ in range(2 + draw.chance(0.4)))
     return "".join(syllables)
 
 

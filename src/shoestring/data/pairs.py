@@ -87,9 +87,7 @@ def open_pairs(
     if not where.is_dir():
         raise ShoestringError(f"the data folder {where} does not exist: check the path")
     languages = languages or _languages(where)
-    lines = {
-        (name, language): Lines(where / f"{name}.{language}") for name in SPLITS for language in languages
-    }
+    lines = {(name, language): Lines(where / f"{name}.{language}") for name in SPLITS for language in languages}
     for name in SPLITS:
         _check_counts(*(lines[name, language] for language in languages))
     source, target = (lines["train", language] for language in languages)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import reference
 from .core import core, threads
 from .define import define
+from .references import bitmask as reference
 
 
 def _pack(mask: Tensor) -> Tensor:

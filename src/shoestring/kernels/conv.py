@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference_conv
+from .calls import code, dense, float32, forms, planar, require_in_place
 from .core import core, threads
 from .define import define
-from .storage import code, dense, float32, forms, planar, require_in_place
+from .references import conv as reference_conv
 
 Size = int | Sequence[int]
 SCRATCH_BYTES = 384 * 1024  # of packed weights and FP32 rows, unless one row of 16 channels needs more
@@ -37,14 +37,10 @@ def _gather(launch, backward, out, source, weight, bias, sizes, scale, shift, re
     block, rows, floats = core.conv_plan(sizes, backward, scratch_bytes, threads())
     scratch = source.new_empty(floats, dtype=torch.float32)
     read = (source, planar(source), scale, shift, relu, weight, code(weight), bias)
-    launch(
-        core.conv_gather, sizes, backward, *read, out, planar(out), code(out), block, rows, scratch, threads()
-    )
+    launch(core.conv_gather, sizes, backward, *read, out, planar(out), code(out), block, rows, scratch, threads())
 
 
-def _forward(
-    launch, out, x, weight, bias, stride, padding, dilation, groups, scale, shift, relu, scratch_bytes
-):
+def _forward(launch, out, x, weight, bias, stride, padding, dilation, groups, scale, shift, relu, scratch_bytes):
     sizes = _sizes(x.shape, weight.shape, out.shape, stride, padding, dilation, groups)
     _gather(launch, False, out, x, weight, bias, sizes, scale, shift, relu, scratch_bytes)
 
@@ -73,8 +69,7 @@ _forward_op = define(
     **forms(_forward, reference_conv.forward),
 )
 _input_gradient_op = define(
-    f"conv_input_gradient(Tensor(a!) out, Tensor grad_y, Tensor weight, {_SETTINGS}, "
-    "int scratch_bytes) -> ()",
+    f"conv_input_gradient(Tensor(a!) out, Tensor grad_y, Tensor weight, {_SETTINGS}, int scratch_bytes) -> ()",
     **forms(_input_gradient, reference_conv.input_gradient),
 )
 _weight_gradient_op = define(

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ShoestringError
-from . import reference_dynamic
+from .calls import code, forms
 from .core import core, threads
 from .define import define
-from .storage import code, forms
+from .references import dynamic_convolution as reference_dynamic
 
 
 def _forward(launch, x, kernels, left):

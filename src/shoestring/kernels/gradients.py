@@ -6,9 +6,9 @@ On fake tensors the answers are those of a step that goes well: True, and 1.
 import torch
 from torch import Tensor
 
+from .calls import CODES
 from .core import core, threads
 from .define import define
-from .storage import CODES
 
 _STRIP = 1 << 14  # of csrc/gradients.cpp
 

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import reference_moments
-from .reference_moments import BLOCK, flat, parts
+from .references import moments as reference_moments
+from .references.moments import BLOCK, flat, parts
 
 FORMS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.int8}
 

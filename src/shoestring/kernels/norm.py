@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference_norm
+from .calls import code, dense, float32, forms, layout, planar, require_in_place, require_same
 from .core import core, threads
 from .define import define
-from .storage import code, dense, float32, forms, layout, planar, require_in_place, require_same
+from .references import norm as reference_norm
 
 
 class OneValue(ShoestringError, ValueError):
@@ -124,9 +124,7 @@ def batch_norm_fold(
     return _fold_op(mean, invstd, gamma, beta)
 
 
-def batch_norm_apply(
-    x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False, out: Tensor | None = None
-) -> Tensor:
+def batch_norm_apply(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False, out: Tensor | None = None) -> Tensor:
     """A map, a scale and a shift for each channel -> x scale + shift, rectified if asked; `out` may be x."""
     _check(x, scale, shift)
     require_same("batch_norm_apply", x, out=out)

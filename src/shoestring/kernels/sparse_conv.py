@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference_sparse
+from .calls import address, code, float32, require_contiguous, require_dtype
 from .core import core, threads
 from .define import define
+from .references import sparse_conv as reference_sparse
 from .sparse_index import bitmap_bytes, require_countable
-from .storage import address, code, float32, require_contiguous, require_dtype
 
 Sizes = tuple[int, ...]
 
@@ -96,9 +96,7 @@ def _fake_forward(x, values, index, out_channels, kernel, stride, padding, dilat
 
 def _input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation) -> Tensor:
     if dy.dtype == torch.float64:
-        return reference_sparse.conv2d_input_gradient(
-            dy, values, index, input_size, kernel, stride, padding, dilation
-        )
+        return reference_sparse.conv2d_input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation)
     plan = _planned(input_size, dy.shape[1], (kernel, stride, padding, dilation), values.numel())
     dy, dx, scratch = _prepare_input_gradient(dy, input_size, plan)
     core.sparse_convolve(
@@ -117,9 +115,7 @@ def _fake_input_gradient(dy, values, index, input_size, kernel, stride, padding,
     return _prepare_input_gradient(dy, input_size, plan)[1]
 
 
-def _weight_gradient(
-    gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate
-) -> None:
+def _weight_gradient(gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate) -> None:
     if x.dtype == torch.float64:
         return reference_sparse.conv2d_weight_gradient(
             gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate
@@ -134,9 +130,7 @@ def _weight_gradient(
     )  # fmt: skip
 
 
-def _fake_weight_gradient(
-    gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate
-) -> None:
+def _fake_weight_gradient(gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate) -> None:
     plan = _planned(x.shape, dy.shape[1], (kernel, stride, padding, dilation), gradient.numel())
     _ = x.contiguous(), dy.contiguous(), _room(x, plan.scratch[2])
 
@@ -151,8 +145,7 @@ forward_op = define(
     compiled=_forward,
 )
 input_gradient_op = define(
-    "sparse_conv2d_input_gradient(Tensor dy, Tensor values, Tensor index, int[] input_size, "
-    f"{_GEOMETRY}) -> Tensor",
+    f"sparse_conv2d_input_gradient(Tensor dy, Tensor values, Tensor index, int[] input_size, {_GEOMETRY}) -> Tensor",
     twin=reference_sparse.conv2d_input_gradient,
     fake=_fake_input_gradient,
     compiled=_input_gradient,

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from ..errors import ShoestringError
-from . import reference_rows
+from .calls import code, forms
 from .core import core, threads
 from .define import define
+from .references import sparse_linear as reference_rows
 from .sparse_linear import check_weight
-from .storage import code, forms
 
 
 def _forward(launch, ids, values, index, rows, width) -> Tensor:

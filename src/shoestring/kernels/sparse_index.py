@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference, reference_sparse
 from .core import core
+from .references import bitmask as reference
+from .references import sparse_conv as reference_sparse
 
 _LIMIT = 2**31 - 1
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference_rows
+from .calls import code, float32, forms, require_contiguous, require_dtype
 from .core import core, threads
 from .define import define
+from .references import sparse_linear as reference_rows
 from .sparse_index import bitmap_bytes, require_countable
-from .storage import code, float32, forms, require_contiguous, require_dtype
 
 
 def _forward(launch, x, values, index, rows, bias) -> Tensor:
@@ -67,9 +67,7 @@ _weight_gradient_op = define(
 )
 
 
-def sparse_linear_forward(
-    x: Tensor, values: Tensor, index: Tensor, rows: int, bias: Tensor | None = None
-) -> Tensor:
+def sparse_linear_forward(x: Tensor, values: Tensor, index: Tensor, rows: int, bias: Tensor | None = None) -> Tensor:
     """Tokens [..., in], nonzeros and index of a weight [rows, in], and a bias -> y [..., rows], without a graph."""
     check_weight(values, index, rows, x.shape[-1])
     return _forward_op(x, values, index, rows, bias)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from . import reference_update
+from .calls import CODES, forms
 from .core import core, threads
 from .define import define
 from .moments import Moment
-from .storage import CODES, forms
+from .references import update as reference_update
 
 _CODES = CODES | {torch.int8: 3, torch.uint8: 4}
 Noise = tuple[int, int, int]

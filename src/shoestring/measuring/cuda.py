@@ -16,9 +16,7 @@ def measure_cuda(run: Callable[[], Any], device: int | str | None = None) -> Mea
     Blocks that the allocator keeps in reserve are not counted.
     """
     if not torch.cuda.is_available():
-        raise ShoestringError(
-            "the CUDA meter needs a GPU and torch finds none: use the allocator or the heap meter"
-        )
+        raise ShoestringError("the CUDA meter needs a GPU and torch finds none: use the allocator or the heap meter")
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     start = torch.cuda.memory_allocated(device)

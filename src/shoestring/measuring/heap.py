@@ -94,8 +94,7 @@ def measure_heap(
             ) from None
         if not answer.exists():
             raise ShoestringError(
-                f"measuring {target} ended with exit code {done.returncode} and no reading: "
-                "see what it printed above"
+                f"measuring {target} ended with exit code {done.returncode} and no reading: see what it printed above"
             )
         outcome = json.loads(answer.read_text())
     if "error" in outcome:
@@ -115,9 +114,7 @@ def preload_environment() -> dict[str, str]:
 def library() -> Path:
     """-> the compiled meter, built on first use and whenever its source is another."""
     if sys.platform != "linux":
-        raise ShoestringError(
-            f"the heap meter works on Linux only and this is {sys.platform}: use the allocator meter"
-        )
+        raise ShoestringError(f"the heap meter works on Linux only and this is {sys.platform}: use the allocator meter")
     source = _SOURCE.read_bytes()
     path = cache_folder() / f"heapmeter-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if not path.exists():

@@ -47,9 +47,7 @@ def measure_process(run: Callable[[], Any]) -> Measurement:
     reset_peak()
     start = rss_bytes()
     result = run()
-    reading = Measurement(
-        "process", peak_bytes=max(start, peak_rss_bytes()), end_bytes=rss_bytes(), start_bytes=start
-    )
+    reading = Measurement("process", peak_bytes=max(start, peak_rss_bytes()), end_bytes=rss_bytes(), start_bytes=start)
     del result  # held until here: what a run returns is alive at its end
     return reading
 

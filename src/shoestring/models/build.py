@@ -22,9 +22,7 @@ def on_meta(build: Callable[..., nn.Module], *sizes: Any) -> nn.Module:
 def check_count(what: str, count: int, largest: int, least: int = 1) -> None:
     """Raises unless `count` is a whole number from `least` to `largest`."""
     if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= largest:
-        raise ShoestringError(
-            f"{what} {count} is out of range: give a whole number from {least} to {largest:,}"
-        )
+        raise ShoestringError(f"{what} {count} is out of range: give a whole number from {least} to {largest:,}")
 
 
 def materialise(model: nn.Module, device: str | torch.device = "cpu", seed: int = 0) -> nn.Module:

@@ -43,9 +43,7 @@ def dynamicconv_iwslt(
     return Task(model, translation_loss, pairs, TRANSLATION_ADAM, items=count_target_tokens, padding=PAD)
 
 
-def random_pairs(
-    generator: torch.Generator, tokens: int, lengths: tuple[int, int], settings: Settings
-) -> Pairs:
+def random_pairs(generator: torch.Generator, tokens: int, lengths: tuple[int, int], settings: Settings) -> Pairs:
     """Sentence pairs of (shortest, longest) `lengths`; the last target is cut to make `tokens` in all."""
     shortest, longest = lengths
     drawn = torch.randint(shortest, longest + 1, (2, math.ceil(tokens / shortest)), generator=generator)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ledger import Category, Entry, Ledger, Phase
 from ..profiling import Profile
-from ..techniques.effect import Effect
+from ..techniques.technique import Effect
 
 _FIXED = {Category.MODEL: "weights", Category.GRADIENT: "gradients", Category.OPTIMIZER: "state"}
 _MOVING = {Category.ACTIVATION, Category.ACTIVATION_GRADIENT, Category.WORKSPACE}

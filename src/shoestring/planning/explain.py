@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NoPlanFits
 from ..profiling import Profile
 from ..techniques import REGISTRY
-from ..techniques.risk import Risk
+from ..techniques.technique import Risk
 from ..units import format_bytes
 from .options import LeftOut, Option, Settings, words_for
 from .plan import Plan

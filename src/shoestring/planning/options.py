@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import NoEffect, ShoestringError
 from ..task import Task
 from ..techniques import REGISTRY, Technique
-from ..techniques.risk import Risk
+from ..techniques.technique import Risk
 
 Settings = tuple[tuple[str, Any], ...]
 TECHNIQUES = {technique.name: technique for technique in REGISTRY}

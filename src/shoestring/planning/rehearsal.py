@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from ..randomness import RandomState
+from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
 from ..techniques import REGISTRY
-from ..training.step import Stepper
 from ..units import format_bytes
 from .options import Settings
 

@@ -14,19 +14,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from math import inf, prod
 
-import torch
-
 from ..errors import NoPlanFits
 from ..profiling import Profile
+from ..rates import NOMINAL, Rates
 from ..task import Task
-from ..techniques.effect import Effect
-from ..techniques.risk import Risk
+from ..techniques.technique import Effect, Risk
 from ..units import parse_bytes
 from . import explain
 from .options import PLAIN, TECHNIQUES, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
-from .timing import Rates, device_rates, seconds_of
+from .timing import seconds_of
 from .traces import TRACED, Base, Calibrate, Progress, Table, Traces, object_bytes
 
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
@@ -36,7 +34,7 @@ def plan(
     task: Task,
     budget: str | int,
     risk: str = "neutral",
-    rates: Rates | None = None,
+    rates: Rates = NOMINAL,
     workspace: Table | None = None,
     calibrate: Calibrate | None = None,
     progress: Progress = lambda message: None,
@@ -45,13 +43,13 @@ def plan(
 ) -> Plan:
     """A task and a budget -> the plan with the least predicted time that fits it, at the least risk that does.
 
-    `workspace` is the known scratch of operators, as for `profile`; `calibrate` is asked for what is not known of a
-    plan that would fit. Without both, scratch inside PyTorch's operators is not counted. With `rehearse` one microbatch
-    goes forward and backward under a plan, on a copy of the model, before it is handed out; a plan that fails is left
-    out. `warn` is told of options that were left out for an error that is no refusal of Shoestring's.
+    `rates` are those of the device (`measuring.rates`), `workspace` is the known scratch of operators, as for
+    `profile`; `calibrate` is asked for what is not known of a plan that would fit. Without both, scratch inside
+    PyTorch's operators is not counted. With `rehearse` one microbatch goes forward and backward under a plan, on a copy
+    of the model, before it is handed out; a plan that fails is left out. `warn` is told of options that were left out
+    for an error that is no refusal of Shoestring's.
     """
     limit, allowed = parse_bytes(budget), Risk.named(risk)
-    rates = rates or device_rates(torch.get_num_threads())
     search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
     try:
         for level in Risk:

@@ -10,7 +10,7 @@ from ..profiling import Profile, profile
 from ..signature import Signature
 from ..task import Task
 from ..techniques import REGISTRY
-from ..techniques.codecs import paging
+from ..techniques.activations.codecs import paging
 from .estimate import Footprint
 from .options import TECHNIQUES, Candidates, Settings, words_for
 from .timing import Work, work_of

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ..errors import ShoestringError
+from ..fakes import Faker, faked
 from ..structure import tensors
 from ..task import Task
 from .choices import Choices, short
-from .fakes import Faker, faked
 from .trace import Tracer
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
 from ..signature import Bound, Signature
+from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
-from ..training.step import Stepper
 from ..units import format_bytes
 from .choices import Choices, short
 from .dry import larger_way, on_fakes

@@ -13,12 +13,13 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..fakes import sparse_tensors
 from ..kernels.define import fake_call
+from ..kernels.flops import flops_of
 from ..ledger import Category, Ledger, Phase
 from ..signature import Signature, output_key, signature_of
-from . import sizes, sparse
+from . import sizes
 from .choices import Choices, here, short
-from .flops import flops_of
 from .values import Values
 
 _CATEGORY = {
@@ -121,7 +122,7 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "profiler":
             return func(*args, **kwargs), 0
         signature = self._signature(func, args, kwargs)
-        out = self._with_hidden_outputs(sparse.run(func, args, kwargs), signature)
+        out = self._with_hidden_outputs(sparse_tensors.run(func, args, kwargs), signature)
         return out, self.workspace.get(str(signature)) or 0
 
     def _with_hidden_outputs(self, out: Any, signature: Signature) -> Any:

@@ -52,9 +52,7 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
         _legend(figure.add_axes((left, 0.02, width, 0.36)), sort_kinds(shown), data)
 
 
-def overlay_figure(
-    path: str | Path, plain: Ledger, lean: Ledger, names: tuple[str, str] = ("plain", "lean")
-) -> None:
+def overlay_figure(path: str | Path, plain: Ledger, lean: Ledger, names: tuple[str, str] = ("plain", "lean")) -> None:
     """Two ledgers -> their steps in one frame, each with its peak."""
     with _figure(path, 8.5, 4.2) as figure:
         axes = figure.add_axes((0.085, 0.09, 0.9, 0.82))

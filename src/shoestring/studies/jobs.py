@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
-from ..training.run import replace_file
+from ..runs.folder import replace_file
 
 LEASE_SECONDS = 120.0
 VERSION = 1  # of what decides a result besides its job: raised where a change of ours makes results differ

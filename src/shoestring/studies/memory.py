@@ -6,9 +6,9 @@ from ..errors import ShoestringError
 from ..ledger import Category
 from ..measuring import calibrated, measure_heap
 from ..models import builtin, materialise
+from ..paper import paper_profile
 from ..planning.plan import Plan
 from ..profiling import profile
-from ..profiling.paper import paper_profile
 from ..task import Task
 from ..training.apply import LeanTask, apply
 

@@ -10,7 +10,7 @@ from ..errors import ShoestringError
 from ..models import builtin
 from ..models.dynamicconv import Settings
 from ..task import Task
-from ..training.work import CrossEntropy, Lesson, Work, image_work, pair_work
+from ..training.job import CrossEntropy, Lesson, Work, image_work, pair_work
 from .plans import lr_multiplier, plan_of
 
 HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left to train on

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..planning.plan import Plan
+from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
 from ..techniques import REGISTRY
-from .step import Stepper
 
 _making = threading.Lock()  # of a stepper: two would be two optimizers
 

@@ -11,9 +11,7 @@ from ..phases import listen
 from ..structure import tensors
 from ..units import format_bytes
 
-Meter = Callable[
-    [Callable[[], Any], Iterable[Tensor]], Any
-]  # runs a function beside live tensors -> Measurement
+Meter = Callable[[Callable[[], Any], Iterable[Tensor]], Any]  # runs a function beside live tensors -> Measurement
 MEASURED_UPDATES = 2  # from the second on, the optimizer's state is in place
 MEASURED_AGAIN = 500  # updates after which one is measured again: rewiring may have changed what is stored
 

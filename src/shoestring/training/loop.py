@@ -18,28 +18,20 @@ from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
 from ..profiling import profile
 from ..randomness import RandomState, seeded
+from ..runs.averaging import NoMean, average_saves, averaged
+from ..runs.folder import RunFolder
+from ..runs.record import RunRecord, describe, environment
+from ..runs.save import Save, Saves
+from ..runs.state import ModelState, OptimizerState, Parts, Stateful, find_stateful, fingerprint, first_poisoned
 from ..task import Task
 from .apply import LeanTask, apply
-from .averaging import NoMean, average_saves, averaged
 from .budget import Budget, Meter, batch_bytes
 from .evaluate import Data, evaluated
 from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
-from .feed import as_data
 from .interrupts import Interrupted, Interrupts
 from .recipe import Recipe
-from .record import RunRecord, describe, environment
 from .replan import smaller_microbatches
-from .run import RunFolder
-from .save import Save, Saves
-from .state import (
-    ModelState,
-    OptimizerState,
-    Parts,
-    Stateful,
-    find_stateful,
-    fingerprint,
-    first_poisoned,
-)
+from .resumable import as_data
 
 Replan = Callable[[LeanTask, int], LeanTask]  # what was planned, and the bytes it took -> what needs less
 

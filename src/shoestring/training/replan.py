@@ -8,7 +8,7 @@ from ..errors import OverBudget, ShoestringError
 from ..profiling import profile
 from ..task import Task
 from ..techniques.microbatch import split_of, weighing
-from ..techniques.pieces import ByExamples, ByTokens, Split
+from ..techniques.microbatch.pieces import ByExamples, ByTokens, Split
 from .apply import LeanTask
 
 

@@ -100,11 +100,7 @@ SCHEDULES: dict[str, Callable[[int], Schedule]] = {
 def schedule(name: str, updates: int) -> Schedule:
     """A name and the length of the run in updates -> the schedule."""
     if name not in SCHEDULES:
-        raise ShoestringError(
-            f"there is no learning-rate schedule {name!r}: use one of {', '.join(SCHEDULES)}"
-        )
+        raise ShoestringError(f"there is no learning-rate schedule {name!r}: use one of {', '.join(SCHEDULES)}")
     if updates < 1:
-        raise ShoestringError(
-            f"a run of {updates} updates has no learning-rate schedule: train for at least 1"
-        )
+        raise ShoestringError(f"a run of {updates} updates has no learning-rate schedule: train for at least 1")
     return SCHEDULES[name](updates)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import ShoestringError
 from ...planning.plan import Plan
-from ...training.record import RunRecord, read_record
-from ...training.run import RunFolder
+from ...runs.folder import RunFolder
+from ...runs.record import RunRecord, read_record
 from ..palette import LOOKS
 from .steps import steps_of
 

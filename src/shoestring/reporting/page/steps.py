@@ -12,7 +12,7 @@ from ..timeline import timeline
 if TYPE_CHECKING:
     from ...planning.plan import Plan
     from ...profiling import Profile
-    from ...training.record import RunRecord
+    from ...runs.record import RunRecord
 
 STEPS = "step.json"  # in a run folder: what a page shows of the step, plain and lean
 COLUMNS = 600
@@ -66,7 +66,7 @@ def _alive(live: list[Entry]) -> list[dict[str, Any]]:
 
 def write_steps(path: Path, steps: dict[str, Any]) -> None:
     """Puts the steps of a run into its folder, which may not be there yet."""
-    from ...training.run import replace_file
+    from ...runs.folder import replace_file
 
     path.mkdir(parents=True, exist_ok=True)
     replace_file(path / STEPS, json.dumps(steps))

@@ -1,0 +1,107 @@
+"""What is trained, from the arguments: a model on data, with the recipe's changes; and plans from files."""
+
+import argparse
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShoestringError
+from .model import is_builtin, load_task
+from .options import given
+
+if TYPE_CHECKING:
+    from ..planning.plan import Plan
+    from ..task import Task
+    from ..training.job import Work
+
+
+RECIPE: dict[str, Any] = {"seed": 0} | dict.fromkeys(
+    ("lr", "weight_decay", "clip", "label_smoothing", "quality")
+)  # what `load_work` reads besides MODEL, its size and --data, where it is not given
+
+
+def load_work(args: argparse.Namespace) -> "Work":
+    """MODEL and --data -> the task on that data."""
+    if is_builtin(args.model):
+        return _translation(args) if args.model.startswith("dynamicconv") else _classification(args)
+    return _users(args)
+
+
+def _classification(args: argparse.Namespace) -> "Work":
+    from ..data import open_images
+    from ..models import builtin
+    from ..training.job import CrossEntropy, image_work
+
+    _refuse(args, "tokens", "is for translation: use --batch")
+    _refuse(args, "quality", "is for translation: images are judged by accuracy")
+    images = open_images(args.data, channels=3)
+    shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
+    task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
+    loss = CrossEntropy(args.label_smoothing or 0.0)
+    return image_work(task, images, args.seed, loss, schedule="mostafa-wang")
+
+
+def _translation(args: argparse.Namespace) -> "Work":
+    from ..data import open_pairs
+    from ..models import builtin
+    from ..models.dynamicconv import Settings
+    from ..training.job import pair_work
+
+    _refuse(args, "batch", "is for images: use --tokens")
+    _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
+    pairs = open_pairs(args.data)
+    sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
+    tokens = args.tokens or 4000
+    task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
+    return pair_work(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
+
+
+def _users(args: argparse.Namespace) -> "Work":
+    """A user's task, if its batch is images and labels: other data is not known here."""
+    from ..data import open_images
+    from ..training.job import image_work, takes_images
+
+    _refuse(args, "quality", "is for translation: images are judged by accuracy")
+    _refuse(args, "label_smoothing", "is for built-in models: smooth the labels in your loss")
+    task = _with_recipe(load_task(args.model, given(args, "batch", "tokens")), args)
+    if not takes_images(task):
+        raise ShoestringError(
+            f"{args.model!r} does not train on images (n, channels, height, width) and labels (n), which is all "
+            "that this command has data for: train it in Python with shoestring.train(task, batches, epochs=...)"
+        )
+    channels, size = task.batch[0].shape[1:3]
+    images = open_images(args.data, channels=channels, size=size)
+    return image_work(task.with_(name=task.name or args.model), images, args.seed)
+
+
+def _refuse(args: argparse.Namespace, option: str, why: str) -> None:
+    if getattr(args, option) is not None:
+        raise ShoestringError(f"--{option.replace('_', '-')} {why}")
+
+
+def _with_recipe(task: "Task", args: argparse.Namespace) -> "Task":
+    """The task with the optimizer settings and the clipping that were given."""
+    changes = given(args, "lr", "weight_decay")
+    known: list[str] = [f.name for f in fields(task.optimizer)] if is_dataclass(task.optimizer) else []
+    if unknown := sorted(set(changes) - set(known)):
+        option = unknown[0].replace("_", "-")
+        raise ShoestringError(f"--{option} cannot be set: the task makes its optimizer by a function of its own")
+    optimizer: Any = replace(task.optimizer, **changes) if changes else task.optimizer  # type: ignore[type-var]
+    return task.with_(optimizer=optimizer, clip=args.clip if args.clip is not None else task.clip)
+
+
+def read_plan(path: Path, task: "Task") -> "Plan":
+    """A file of `shoestring plan`, for this task -> the plan."""
+    from ..planning.plan import Plan
+
+    try:
+        plan = Plan.from_json(path.read_text())
+    except OSError as error:
+        raise ShoestringError(f"the plan {path} cannot be read: {error.strerror}") from error
+    except ShoestringError as error:
+        raise ShoestringError(f"{path}: {error}") from error
+    except (ValueError, TypeError) as error:
+        raise ShoestringError(f"{path} is no plan ({error}): make one with `shoestring plan`") from error
+    if plan.task and plan.task != task.name:
+        raise ShoestringError(f"{path} is a plan for {plan.task}, not for {task.name}: plan again")
+    return plan

@@ -1,0 +1,162 @@
+"""Fake tensors in place of real ones: a model of any size takes part in a step and no byte is allocated."""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..errors import ShoestringError
+from ..structure import mapped
+from ..turns import turn
+from .coo import coo
+
+_CONTAINERS = (list, tuple, dict, OrderedDict)
+_WHOLE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, partial)  # not looked into
+_EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes that torch itself keeps in a module
+
+
+class Faker:
+    """Makes a fake twin of a tensor; tensors that share a storage have twins that share one."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        self.mode = mode
+        self.device = device
+        # What was faked is kept beside its twin: an `id` or an address is reused once its owner is gone.
+        self._bases: dict[int, tuple[Any, Tensor]] = {}
+        self._twins: dict[int, tuple[Any, Any]] = {}
+
+    def tree(self, real: Any) -> Any:
+        """A tensor, or a structure that holds some, such as a batch -> its fake; the same for the same."""
+        if id(real) not in self._twins:
+            fake = self._tensor(real) if isinstance(real, Tensor) else mapped(self._leaf, real)
+            self._twins[id(real)] = real, fake
+        return self._twins[id(real)][1]
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self.tree(leaf) if isinstance(leaf, Tensor) else leaf
+
+    def pairs(self) -> Iterator[tuple[torch.UntypedStorage, Tensor]]:
+        """The storages that were faked, each with the fake that stands for all of it."""
+        yield from self._bases.values()
+
+    def forget(self) -> None:
+        """Lets go of all fakes, so that they live as long as their users want them."""
+        self._bases.clear()
+        self._twins.clear()
+
+    def _tensor(self, real: Tensor) -> Tensor:
+        fake = self._like(real.detach())
+        if isinstance(real, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=False)
+            vars(fake).update(vars(real))  # marks that an optimizer or a technique may look for
+        return fake.requires_grad_(real.requires_grad)
+
+    def _like(self, real: Tensor) -> Tensor:
+        """A tensor -> a fake with the same size, strides, offset and type, on the storage's fake."""
+        if real.layout == torch.sparse_coo:
+            parts = self.tree(real._indices()), self.tree(real._values())
+            with self.mode:
+                return coo(*parts, like=real)
+        if real.layout != torch.strided:
+            return self.mode.from_tensor(real)
+        with self.mode:
+            base = self._base(real.untyped_storage())
+            whole = base[: base.numel() - base.numel() % real.itemsize].view(real.dtype)
+            return torch.as_strided(whole, real.shape, real.stride(), real.storage_offset())
+
+    def _base(self, storage: torch.UntypedStorage) -> Tensor:
+        if storage._cdata not in self._bases:
+            base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device)
+            self._bases[storage._cdata] = storage, base
+        return self._bases[storage._cdata][1]
+
+
+@contextmanager
+def faked(model: nn.Module, faker: Faker) -> Iterator[None]:
+    """The model's tensors are fakes inside the context; after it, each module is as it was, to the attribute.
+
+    They are swapped and not copied, so that closures over the model and its layers see them too.
+    """
+    check_can_be_faked(model)
+    with ExitStack() as stack:
+        stack.enter_context(turn(model, "examined"))
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+        for module in list(model.modules()):
+            stack.callback(_restore, module, dict(vars(module)))
+        stack.callback(_put_back, _contents(model))
+        for module in list(model.modules()):
+            vars(module).update(_fake_attributes(module, faker))
+        yield
+
+
+def _fake_attributes(module: nn.Module, faker: Faker) -> dict[str, Any]:
+    """A module -> its attributes that can hold tensors, faked: an LSTM lists its weights a second time."""
+    found = {name: value for name, value in vars(module).items() if name not in _EVERY_MODULE}
+    found |= {"_parameters": module._parameters, "_buffers": module._buffers}
+    kinds = (Tensor, *_CONTAINERS)
+    return {name: faker.tree(value) for name, value in found.items() if isinstance(value, kinds)}
+
+
+def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(attributes)
+
+
+def _contents(model: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """A model -> everything that can be changed in place below its modules' attributes, each with what it holds.
+
+    Above all the hooks: a model that installs some in its first forward pass, behind a flag, would find the flag as it
+    was and the hooks still there. Then lists, dictionaries, sets and plain objects, which may come to hold a fake.
+    """
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    todo = [value for module in model.modules() for value in vars(module).values()]
+    while todo:
+        value = todo.pop()
+        if id(value) not in found and (held := _held(value)) is not None:
+            found[id(value)] = value, held
+            todo += [part for pair in held for part in pair] if _is_mapped(value) else held
+    return list(found.values())
+
+
+def _held(value: Any) -> list[Any] | None:
+    """What a list, set, dictionary (its pairs) or plain object (its attributes) holds; None for anything else."""
+    if isinstance(value, list | set | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, _WHOLE) or not hasattr(value, "__dict__") or type(value).__module__.startswith("torch"):
+        return None
+    return list(vars(value).items())
+
+
+def _is_mapped(value: Any) -> bool:
+    return not isinstance(value, list | set | deque)
+
+
+def _put_back(contents: list[tuple[Any, list[Any]]]) -> None:
+    for value, before in contents:
+        now = _held(value)
+        if now is not None and len(now) == len(before) and all(map(_same, now, before)):
+            continue
+        target = value if isinstance(value, list | set | deque | dict) else vars(value)
+        target.clear()
+        (target.extend if isinstance(target, list | deque) else target.update)(before)
+
+
+def _same(now: Any, before: Any) -> bool:
+    pair = isinstance(now, tuple) and isinstance(before, tuple) and len(now) == len(before) == 2
+    return now is before or (pair and now[0] is before[0] and now[1] is before[1])
+
+
+def check_can_be_faked(model: nn.Module) -> None:
+    """Refuses a model whose tensors cannot be swapped."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ShoestringError(f"{path or 'the model'} is TorchScript: pass the Python module behind it")

@@ -1,0 +1,131 @@
+"""A step that meets a number that is not finite changes nothing: how it is found, and how buffers are put back.
+
+Weights and optimizer state wait until all gradients were looked at. Buffers do not wait: the forward pass itself moves
+the running statistics of batch norm. So a step begins with a copy of those that may change, `Buffers`: statistics,
+small ones, and any that an earlier step was seen to change in place. Random numbers that were drawn stay drawn.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .errors import Diverged
+from .kernels.gradients import all_finite
+
+SMALL = 4096  # values: buffers up to this are copied without asking whether a step changes them
+MOST_SKIPPED = 30  # steps in a row after which a run that skips stops: about what takes a loss scale to its floor
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+# -- what is not finite -----------------------------------------------------------------------------------------
+def check_finite(loss: Tensor, updates: int, narrow: bool) -> None:
+    """Refuses a loss that is not finite after so many updates; `narrow` where FP16 may be the cause."""
+    if all_finite(loss.detach()):
+        return
+    value = float(loss.detach())
+    if not updates:
+        raise Diverged(
+            f"the loss is {value} before the first update: look for values in the batch or the weights that "
+            f"are not finite{', or too large for FP16 (65,504), or use bf16' if narrow else ''}"
+        )
+    raise Diverged(
+        f"the loss is {value} after {updates:,} updates (the weights are as the last one left them): lower "
+        f"the learning rate, {'clip the gradients, or use bf16' if narrow else 'or clip the gradients'}"
+    )
+
+
+def first_not_finite(model: nn.Module) -> str | None:
+    """What a step must not leave behind, in words, by the order of the backward pass; None if all is well."""
+    for name, parameter in reversed(list(model.named_parameters())):
+        if parameter.grad is not None and not all_finite(_values(parameter.grad)):
+            return f"the gradient of {name}"
+    if not all(map(all_finite, statistics_of(model))):
+        return "a running statistic of batch norm"
+    return None
+
+
+def statistics_of(model: nn.Module) -> Iterator[Tensor]:
+    """The running means and variances of a model's norms."""
+    for module in model.modules():
+        found = (module._buffers[name] for name in _statistics(module))
+        yield from (tensor for tensor in found if tensor is not None and tensor.is_floating_point())
+
+
+def _values(gradient: Tensor) -> Tensor:
+    """The numbers of a gradient; an embedding's may be a sparse one."""
+    return gradient._values() if gradient.is_sparse else gradient
+
+
+def _statistics(module: nn.Module) -> list[str]:
+    """The names of a norm's running statistics, if it is one that has some."""
+    found = [name for name in STATISTICS if module._buffers.get(name) is not None]
+    return found if "running_mean" in found else []
+
+
+# -- buffers ----------------------------------------------------------------------------------------------------
+class Buffer(NamedTuple):
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int  # PyTorch counts the changes in place
+
+
+class Buffers:
+    """A model's buffers at the start of a step. `changing` are those that steps were seen to change, by module and
+    name; the copies of one type are one tensor."""
+
+    def __init__(self, model: nn.Module, changing: set[tuple[nn.Module, str]]) -> None:
+        self.changing, self.all = changing, list(_buffers(model))
+        chosen = {id(b.tensor): b.tensor for b in self.all if self._is_copied(b)}
+        kinds: dict[tuple, list[Tensor]] = {}
+        for tensor in chosen.values():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        with torch.no_grad():
+            self.copies = [(kind, torch.cat([t.reshape(-1) for t in kind])) for kind in kinds.values()]
+
+    def _is_copied(self, buffer: Buffer) -> bool:
+        module, name, tensor, _ = buffer
+        return tensor.numel() <= SMALL or name in _statistics(module) or (module, name) in self.changing
+
+    def learn(self) -> None:
+        """After a step: notes what it changed in place, which the next ones will copy."""
+        for buffer in self.all:
+            if buffer.tensor._version != buffer.version:
+                self.changing.add(buffer[:2])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Each buffer is the tensor that it was, with the values that it had."""
+        self.learn()
+        for module, name, tensor, _ in self.all:
+            module._buffers[name] = tensor
+        for tensors, copy in self.copies:
+            for tensor, part in zip(tensors, copy.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def _buffers(model: nn.Module) -> Iterator[Buffer]:
+    for module in model.modules():
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor.layout == torch.strided:
+                yield Buffer(module, name, tensor, tensor._version)
+
+
+class Skipping:
+    """How many steps in a row were skipped, of a task that skips those that are not finite."""
+
+    def __init__(self) -> None:
+        self.in_a_row = 0
+
+    def skip(self, error: Diverged) -> None:
+        self.in_a_row += 1
+        if self.in_a_row >= MOST_SKIPPED:
+            raise Diverged(f"{self.in_a_row} steps in a row were skipped, the last because {error}")
+
+    def state(self) -> dict[str, int]:
+        return {"in_a_row": self.in_a_row}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.in_a_row = state["in_a_row"]

@@ -1,0 +1,108 @@
+"""How tensors reach the compiled kernels: storage codes, layouts, and one body for a kernel and its fake."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ShoestringError
+from .core import core
+
+# The storage types that kernels widen to FP32; the codes of csrc/vector.h.
+CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def code(x: Tensor) -> int:
+    """A tensor's storage code in the compiled core."""
+    return CODES[x.dtype]
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor's values are; 0 for None."""
+    return 0 if x is None else x.data_ptr()
+
+
+def float32(x: Any) -> Any:
+    """A vector of coefficients, or None, as the kernels read it: contiguous FP32."""
+    if x is None or (x.dtype == torch.float32 and x.is_contiguous()):
+        return x
+    return x.to(torch.float32).contiguous()
+
+
+def layout(x: Tensor) -> torch.memory_format:
+    """The layout in which a map is read: channels_last if it is only that, else contiguous."""
+    if not x.is_contiguous():
+        for dimensions, last in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+            if x.dim() == dimensions and x.is_contiguous(memory_format=last):
+                return last
+    return torch.contiguous_format
+
+
+def planar(x: Tensor) -> bool:
+    """Whether a map's channels lie outside its pixels."""
+    return layout(x) == torch.contiguous_format
+
+
+def dense(x: Tensor, form: torch.memory_format | None = None) -> Tensor:
+    """The tensor itself if it lies in the layout `form` (its own by default) without gaps, else a copy."""
+    return x.contiguous(memory_format=layout(x) if form is None else form)
+
+
+def require_same(what: str, x: Tensor, **others: Tensor | None) -> None:
+    """Refuses tensors whose shape or dtype differs from x's."""
+    for name, other in others.items():
+        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
+            raise ShoestringError(
+                f"{what}: {name} is {other.dtype} {tuple(other.shape)} but x {x.dtype} {tuple(x.shape)}: "
+                "pass tensors of one shape and dtype"
+            )
+
+
+def require_dtype(what: str, **tensors: Tensor) -> None:
+    """Refuses tensors that the kernel reads with one storage code and that are not of one dtype."""
+    if len({tensor.dtype for tensor in tensors.values()}) > 1:
+        told = ", ".join(f"{name} is {tensor.dtype}" for name, tensor in tensors.items())
+        raise ShoestringError(f"{what} takes one dtype, but {told}: convert one of them")
+
+
+def require_contiguous(what: str, **tensors: Tensor) -> None:
+    """Refuses tensors that the kernel reads or writes from their first address on, and that have gaps."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ShoestringError(f"{what}: {name} has strides {tuple(tensor.stride())}: make it contiguous")
+
+
+def require_in_place(what: str, out: Tensor) -> None:
+    """Refuses an output that cannot be written where it lies."""
+    if not out.is_contiguous(memory_format=layout(out)):
+        raise ShoestringError(f"{what}: out has strides {tuple(out.stride())}, with gaps: pass None or a dense tensor")
+
+
+def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
+    """A kernel's body, written once, and its twin -> the three forms that `define` takes.
+
+    `body(launch, *args)` allocates outputs and scratch and ends in launch(kernel, ...), where tensors stand
+    for their addresses. The compiled form runs the kernel there and the fake does not, so both allocate the
+    same bytes. Tensors that the core does not read (FP64, or another device's) take the twin in both.
+    """
+
+    def suits(args) -> bool:
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        return core is not None and all(a.dtype != torch.float64 and a.is_cpu for a in tensors)
+
+    def compiled(*args):
+        return body(_run, *args) if suits(args) else twin(*args)
+
+    def fake(*args):
+        return body(_skip, *args) if suits(args) else twin(*args)
+
+    return {"twin": twin, "compiled": compiled, "fake": fake}
+
+
+def _run(kernel: Callable, *args) -> None:
+    kernel(*[0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in args])
+
+
+def _skip(kernel: Callable, *args) -> None:
+    pass

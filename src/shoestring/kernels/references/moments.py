@@ -1,0 +1,119 @@
+"""How tensors are widened to FP32 and narrowed again in an update, in pure PyTorch and part by part.
+
+A part is a slice of the values in the order of memory; it begins at a multiple of BLOCK. The formats and the
+random bits are those of csrc/moments.h and csrc/threefry.h.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # values that share a scale in 8 bits
+CHUNK = 256 * BLOCK  # values that are widened at a time
+_WORD = 0xFFFFFFFF
+_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+
+
+# -- random bits ----------------------------------------------------------------------------------------------
+def threefry(key: Sequence[Any], counter: Sequence[Any]) -> tuple[Any, Any]:
+    """Two words of key, two of counter (numbers or int64 tensors) -> two random words: Threefry-2x32, 13 rounds."""
+    keys = (key[0], key[1], 0x1BD11BDA ^ key[0] ^ key[1])
+    a, b = (counter[0] + keys[0]) & _WORD, (counter[1] + keys[1]) & _WORD
+    for number in range(13):
+        bits = _ROTATIONS[number % 8]
+        a = (a + b) & _WORD
+        b = ((b << bits) & _WORD | b >> (32 - bits)) ^ a
+        if number % 4 == 3:
+            turn = number // 4 + 1
+            a, b = (a + keys[turn % 3]) & _WORD, (b + keys[(turn + 1) % 3] + turn) & _WORD
+    return a, b
+
+
+def key_of(noise: Sequence[int]) -> tuple[int, int]:
+    """(seed, number of the tensor, number of the update) -> the key of this update's random bits."""
+    seed, number, update = noise
+    return threefry((seed & _WORD, seed >> 32 & _WORD), (number & _WORD, update & _WORD))
+
+
+def random_bits(key: Sequence[int], stream: int, part: slice, device: torch.device) -> Tensor:
+    """16 random bits for each element of a part: a quarter of each block from each half of a word."""
+    quarter, count = BLOCK // 4, part.stop - part.start
+    first = part.start // 4
+    counters = torch.arange(first, first + -(-count // BLOCK) * quarter, device=device)
+    a, b = threefry(key, (counters, stream))
+    quarters = torch.stack([a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16]).view(4, -1, quarter)
+    return quarters.transpose(0, 1).reshape(-1)[:count].int()
+
+
+# -- parts ----------------------------------------------------------------------------------------------------
+def flat(x: Tensor) -> Tensor:
+    """A tensor without gaps -> its values in the order of memory."""
+    return x.detach().as_strided((x.numel(),), (1,))
+
+
+def parts(numel: int) -> list[slice]:
+    return [slice(begin, min(begin + CHUNK, numel)) for begin in range(0, numel, CHUNK)]
+
+
+def widen(values: Tensor, scales: Tensor | None, part: slice, wide: torch.dtype) -> Tensor:
+    """A part of flat values -> the numbers that they stand for."""
+    numbers = values[part].to(wide)
+    if scales is None:
+        return numbers
+    if values.is_floating_point():
+        return numbers * scales
+    root = numbers / _levels(values)
+    return root * root * root * root.abs() * _spread(scales, part)
+
+
+def narrow(values: Tensor, scales: Tensor | None, part: slice, numbers: Tensor, noise: Tensor | None = None) -> None:
+    """Writes numbers to a part of flat values, rounded to nearest, or by chance if there is noise."""
+    if scales is not None and not values.is_floating_point():
+        return _encode(values, scales, part, numbers, noise)
+    if scales is not None:
+        numbers = numbers / scales
+    if noise is not None and values.dtype in (torch.float16, torch.bfloat16):
+        numbers = _dither(numbers.float(), noise, 13 if values.dtype == torch.float16 else 16)
+    values[part] = numbers.to(values.dtype)
+
+
+def scale_for(most: Tensor) -> Tensor:
+    """The largest magnitude of a tensor -> the power of two that brings it just under 2^15."""
+    _, exponent = torch.frexp(most)
+    scale = torch.ldexp(torch.ones_like(most), (exponent - 15).clamp(min=-126))
+    return torch.where(most.isfinite(), torch.where(most == 0, 1.0, scale), most)
+
+
+def _dither(numbers: Tensor, noise: Tensor, dropped: int) -> Tensor:
+    """Adds random bits below the last bit that is kept, and drops what is below it."""
+    bits = numbers.view(torch.int32) + (noise >> (16 - dropped))
+    return torch.where(numbers.isnan(), numbers, (bits >> dropped << dropped).view(torch.float32))
+
+
+def _encode(values: Tensor, scales: Tensor, part: slice, numbers: Tensor, noise: Tensor | None) -> None:
+    levels = _levels(values)
+    padded = torch.nn.functional.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
+    tops = padded.abs().amax(1)
+    scales[_blocks(part)] = torch.where(tops < torch.finfo(torch.float32).tiny, 0, tops).float()
+    ratio = (numbers.abs() / _spread(scales, part)).nan_to_num(0.0, 0.0)
+    shift = 0.5 if noise is None else noise * 2.0**-16
+    codes = (levels * ratio.sqrt().sqrt() + shift).clamp(max=levels).floor()
+    if levels == 127:
+        values[part] = codes.copysign(numbers).to(values.dtype)
+    else:  # no second moment becomes zero that was not: it would divide by nothing
+        values[part] = codes.maximum((ratio > 0).to(codes.dtype)).to(values.dtype)
+
+
+def _levels(values: Tensor) -> int:
+    return 127 if values.dtype == torch.int8 else 255
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+
+def _spread(scales: Tensor, part: slice) -> Tensor:
+    """The scale of each element of a part."""
+    return scales[_blocks(part)].repeat_interleave(BLOCK)[: part.stop - part.start]

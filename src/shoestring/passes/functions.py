@@ -1,0 +1,167 @@
+"""Autograd functions that keep less than PyTorch's own: convolution, linear, batch norm, ReLU, dropout.
+
+Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear
+make the weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its
+input and two numbers a channel: its output, and the ReLU's, are never kept; the mask is found again from x.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..errors import ShoestringError
+from ..kernels.bitmask import pack_bits, unpack_bits
+from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
+from .saved_tensors import SECOND_BACKWARD, keep
+
+
+class Statistics(NamedTuple):
+    """Mean and inverse standard deviation of each channel of a batch."""
+
+    mean: Tensor
+    invstd: Tensor
+
+
+class Product(Protocol):
+    """A layer that is linear in its input and its weight, dense or sparse. `prologue` is a scale and a shift a channel:
+    the layer then reads relu(x scale + shift) in place of x, without anybody making that map."""
+
+    def forward(self, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor: ...
+
+    def bias_gradient(self, grad: Tensor) -> Tensor: ...
+
+
+def _take(ctx: Any) -> Tensor:
+    """What a function kept, which it then has no more: the caller's reference is the last."""
+    kept, ctx.kept = ctx.kept, None
+    if kept is None:
+        raise ShoestringError(SECOND_BACKWARD)
+    return kept.take()
+
+
+class LeanProduct(torch.autograd.Function):
+    """product(x): keeps x for the weight's gradient only, and not after it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, kept: Any) -> Tensor:
+        ctx.product, ctx.kept, ctx.shape = product, kept, x.shape
+        y = product.forward(x, None)
+        # A linear layer of tokens gives a view of a matrix, and autograd forbids to change such a view in place.
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        weight = ctx.product.weight_gradient(grad, _take(ctx), None) if wants_weight else None
+        bias = ctx.product.bias_gradient(grad) if wants_bias else None
+        x = ctx.product.input_gradient(grad, ctx.shape) if wants_x else None
+        return x, weight, bias, None, None
+
+
+class NormReluProduct(torch.autograd.Function):
+    """product(relu(norm(x))): keeps x. The map in between exists only piecewise, inside the product's kernel."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Any, product: Any, kept: Any
+    ) -> Tensor:
+        ctx.product, ctx.kept, ctx.statistics, ctx.norm = product, kept, statistics, (gamma, beta)
+        return product.forward(x, batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        product, (mean, invstd), (gamma, beta) = ctx.product, ctx.statistics, ctx.norm
+        x = _take(ctx)
+        weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
+        bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
+        between = product.input_gradient(grad, x.shape)
+        gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=True, out=between)
+        return *_wanted(ctx, gradients), weight, bias, None, None, None
+
+
+class LeanNorm(torch.autograd.Function):
+    """norm(x), rectified if asked: keeps x and the statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool, kept: Any) -> Tensor:
+        ctx.kept, ctx.statistics, ctx.norm, ctx.relu = kept, statistics, (gamma, beta), relu
+        return batch_norm_apply(x, *batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta), relu=relu)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
+        gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=ctx.relu)
+        return *_wanted(ctx, gradients), None, None, None
+
+
+def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of x, gamma and beta that somebody needs: a norm may have no parameters."""
+    needs = ctx.needs_input_grad[:3]
+    return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
+
+
+class LeanRelu(torch.autograd.Function):
+    """relu(x): keeps one bit an element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
+        ctx.kept = kept
+        return x.clamp_min(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mask = unpack_bits(_take(ctx), grad.numel())
+        return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 were NaN
+
+
+class LeanDropout(torch.autograd.Function):
+    """dropout(x): keeps one bit an element; draws the very numbers that PyTorch draws."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, noise: Tensor, probability: float, kept: Any) -> Tensor:
+        ctx.kept, ctx.scale = kept, 1 / (1 - probability)
+        return x * noise.div_(1 - probability)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        mask = unpack_bits(_take(ctx), grad.numel())
+        return grad * mask.view(grad.shape) * ctx.scale, None, None, None
+
+
+def lean_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """A dense or sparse convolution or linear layer that lets go of its input before it makes the input's gradient."""
+    return LeanProduct.apply(x, weight, bias, product, keep(x) if weight.requires_grad else None)
+
+
+def norm_relu_product(
+    x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Statistics, product: Product
+) -> Tensor:
+    """Batch norm, ReLU and a layer as one operation."""
+    return NormReluProduct.apply(x, gamma, beta, weight, bias, statistics, product, keep(x))
+
+
+def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool) -> Tensor:
+    """Batch norm from given statistics, with or without ReLU."""
+    return LeanNorm.apply(x, gamma, beta, statistics, relu, keep(x))
+
+
+def lean_relu(x: Tensor) -> Tensor:
+    """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
+    return LeanRelu.apply(x, keep(pack_bits((x <= 0).logical_not_())))
+
+
+def lean_dropout(x: Tensor, probability: float) -> Tensor:
+    """Dropout with a 1-bit mask."""
+    noise = torch.empty_like(x).bernoulli_(1 - probability)
+    return LeanDropout.apply(x, noise, probability, keep(pack_bits(noise != 0)))

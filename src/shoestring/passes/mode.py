@@ -1,0 +1,365 @@
+"""The lean run: inside it, PyTorch's own operations are done by functions that keep less.
+
+`LeanRun` is a function mode. It takes the calls of a model's forward pass, whoever makes them, and answers some by the
+functions of `functions.py`: the model's code stays as it is. Batch norm -> ReLU -> convolution, where `patterns` found
+that nothing else looks in between, becomes one operation: the first two calls return placeholders (placeholders.py),
+and the convolution knows what they stand for.
+
+A model that is run again (checkpointing) finds the batch statistics of its first run, and changes no buffer.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
+
+from ..kernels.norm import batch_norm_statistics
+from ..ledger import Phase
+from ..phases import current
+from ..task import Task
+from .functions import Statistics, lean_dropout, lean_product, lean_relu, norm_relu_product
+from .layers import Convolution, Linear
+from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_arguments
+from .placeholders import METADATA, Norm, Placeholders, Record
+from .saved_tensors import Kept, keep
+from .sparse_layers import sparse_convolution
+from .switches import without_checkpoints
+from .tape import Tape, changes_its_input
+from .widened import is_narrow, widened
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Which operations a lean run takes over."""
+
+    fuse: bool = True  # batch norm with the ReLU (and the convolution) after it: keep the norm's input only
+    masks: bool = True  # ReLU and dropout keep a bit an element
+    products: bool = True  # convolution and linear let go of their input before they make its gradient
+    every: int = 0  # operations in a region of the tape; 0: no tape
+
+
+_current: ContextVar["LeanRun | None"] = ContextVar("lean_run", default=None)
+
+
+@dataclass(frozen=True)
+class LeanPass:
+    """The context of a pass in which a `LeanRun` answers; there is one, whatever techniques asked for it."""
+
+    lean: Lean
+    patterns: Patterns
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[None]:
+        run = LeanRun(model, self.lean, self.patterns)
+        token = _current.set(run)
+        try:
+            with run, without_checkpoints():
+                yield
+            run.placeholders.close()
+        finally:
+            _current.reset(token)
+
+
+def with_lean(task: Task, **changes: Any) -> tuple[Task, Patterns]:
+    """A task -> the same task under a lean run with these settings changed, and the patterns that were found in it."""
+    known = next((context for context in task.contexts if isinstance(context, LeanPass)), None)
+    if known is None:
+        known = LeanPass(Lean(), learn(task, next(iter(task.split(task.batch)))))
+    rest = tuple(context for context in task.contexts if not isinstance(context, LeanPass))
+    lean = LeanPass(replace(known.lean, **changes), known.patterns)
+    return task.with_(contexts=(lean, *rest)), known.patterns
+
+
+def lean_run() -> "LeanRun":
+    """The run that is in force."""
+    run = _current.get()
+    assert run is not None, "a region needs a lean run around it"
+    return run
+
+
+@dataclass
+class _Recipe:
+    """What a product made of its input: kept as the input, and made again when it is taken."""
+
+    product: Any
+    x: Tensor
+
+    def take(self) -> Tensor:
+        with torch.no_grad():
+            return self.product.forward(self.x, None)
+
+
+class LeanRun(TorchFunctionMode):
+    """One forward and backward pass of a model with lean operations."""
+
+    def __init__(self, model: nn.Module, lean: Lean, patterns: Patterns) -> None:
+        super().__init__()
+        self.lean = lean
+        self.tape = Tape(lean.every, self) if lean.every else None
+        weights, buffers = dict(model.named_parameters()), list(model.buffers())
+        hooked = hooked_modules(model) if lean.fuse else frozenset()
+        unseen = {name for name, modules in patterns.seen_by.items() if not modules & hooked}
+        conv, relu = patterns.norm_relu_conv & unseen, patterns.norm_relu & unseen
+        self.fused = {id(weights[name]) for name in conv} if lean.fuse and lean.products else set()
+        self.activated = {id(weights[name]) for name in conv | relu} if lean.fuse else set()
+        self.names = {id(parameter): name for name, parameter in weights.items()}
+        self.buffers = {id(buffer) for buffer in buffers}
+        self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
+        self.before: dict[int, list[dict[str, Tensor]]] = {}  # statistics of instance norms, before their first run
+        self.placeholders = Placeholders()
+        self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
+
+    def keep_input(self, tensor: Tensor) -> Kept:
+        """What a region keeps of its input: where that is the stem's output and larger than the stem's input, which
+        is there anyway, how to make it again."""
+        made, recipe = self.recipes.pop(id(tensor), (None, None))
+        return recipe if recipe is not None and made is not None and made() is tensor else keep(tensor)
+
+    def running(self) -> AbstractContextManager:
+        """A context in which this run answers calls: inside `backward()` PyTorch has taken it off its stack."""
+        return nullcontext() if self in _get_current_function_mode_stack() else self
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA:
+            return func(*args, **kwargs)
+        if func in _OPENED:
+            with self:
+                return _OPENED[func](*args, **kwargs)
+        if self.tape and current() == Phase.FORWARD and getattr(func, "__name__", "") != "__get__":
+            return self.tape.call(func, args, kwargs)
+        return self.answer(func, args, kwargs)
+
+    def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A call of the model -> its result, by a lean function where there is one."""
+        handler, again = self._handler(func, args, kwargs), current() == Phase.RECOMPUTE
+        if handler not in _TAKES_PLACEHOLDERS:
+            args, kwargs = self.placeholders.real((args, kwargs))
+        if again and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs):
+            return args[0]  # the first run changed it, a counter of batches for one
+        return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
+
+    def _handler(self, func: Any, args: tuple, kwargs: dict) -> "Callable | None":
+        if func in NORM:
+            return LeanRun._norm
+        if func not in _HANDLERS and func not in _PRODUCTS:
+            return None
+        if func in _LAYERS and torch.is_autocast_enabled("cpu"):
+            return None  # autocast chooses the type that it computes in
+        narrow = is_narrow(_first_tensor(args, kwargs))
+        if func in _PRODUCTS:
+            return LeanRun._widened if narrow else None
+        return _HANDLERS[func] if torch.is_grad_enabled() or narrow or func in RELU else None
+
+    def real(self, tree: Any) -> Any:
+        """What enters a region: placeholders made real, for a region runs again without what was before it."""
+        return self.placeholders.real(tree)
+
+    # -- batch norm ---------------------------------------------------------------------------------------------
+    def _norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = norm_arguments(Call(func, args, kwargs, None, True))
+        x, gamma, beta = call["input"], call["weight"], call["bias"]
+        if not call["training"]:
+            return func(*args, **kwargs)
+        _verify_batch_size(x.size())  # as F.batch_norm does
+        norm = Norm(x, gamma, beta, self._statistics(call), self.names.get(id(gamma), ""))
+        if id(gamma) in self.activated and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            return self.placeholders.make(norm)
+        return norm.compute(relu=False)
+
+    def _statistics(self, call: dict) -> Statistics:
+        """The batch's statistics: those of the first run where this is a second one, else computed and remembered."""
+        again, key = current() == Phase.RECOMPUTE, self._identity(call)
+        known = self.statistics.get(key, [])
+        if again and len(known) == 1:  # a norm that is called twice a pass computes its statistics again
+            return known[0]
+        with torch.no_grad():
+            x = call["input"]
+            mean, variance = batch_norm_statistics(x)
+            statistics = Statistics(mean, (variance + call["eps"]).rsqrt())
+            if not again:
+                self.statistics.setdefault(key, []).append(statistics)
+                _update_running(call, mean, variance, x.numel() // x.shape[1])
+        return statistics
+
+    def _identity(self, call: dict) -> int:
+        """A norm by a tensor of the model's that is its own; 0 for all that have none."""
+        if id(call["running_mean"]) in self.buffers:
+            return id(call["running_mean"])
+        return id(call["weight"]) if id(call["weight"]) in self.names else 0
+
+    def _instance_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Instance norm, whose running statistics a second run must neither change nor find changed."""
+        call = _instance_norm_arguments(*args, **kwargs)
+        running = {name: call[name] for name in ("running_mean", "running_var") if call[name] is not None}
+        if not running or not call["use_input_stats"]:
+            return func(*args, **kwargs)
+        before = self.before.setdefault(id(running["running_mean"]), [])
+        if current() != Phase.RECOMPUTE:
+            before.append({name: buffer.clone() for name, buffer in running.items()})
+            return func(*args, **kwargs)
+        found = before[0] if len(before) == 1 else running
+        return func(**(call | {name: buffer.clone() for name, buffer in found.items()}))
+
+    # -- the other operations -----------------------------------------------------------------------------------
+    def _relu(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = _relu_arguments(*args, **kwargs)
+        x, in_place = call["input"], func in _IN_PLACE or call["inplace"]
+        if (record := self.placeholders.record(x)) and record.norm and not record.activated and torch.is_grad_enabled():
+            return self._activated(x, record, in_place)
+        if not self.lean.masks or in_place or not torch.is_grad_enabled():
+            args, kwargs = self.placeholders.real((args, kwargs))
+            return func(*args, **kwargs)
+        return lean_relu(self.placeholders.real(x))
+
+    def _activated(self, x: Tensor, record: Record, in_place: bool) -> Tensor:
+        """ReLU of a placeholder: another one if a convolution should come, else batch norm and ReLU as one."""
+        norm = record.norm
+        assert norm is not None
+        fused = id(norm.gamma) in self.fused
+        if in_place:
+            record.activated = True
+            return x if fused else record.value()
+        return self.placeholders.make(norm, activated=True) if fused else norm.compute(relu=True)
+
+    def _dropout(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = _dropout_arguments(*args, **kwargs)
+        if not self.lean.masks or not call["training"] or call["inplace"] or not 0 < call["p"] < 1:
+            return func(*args, **kwargs)
+        return lean_dropout(call["input"], call["p"])
+
+    def _convolution(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = _convolution_arguments(*args, **kwargs)
+        if not self.lean.products or call["input"].dim() != 4 or isinstance(call["padding"], str):
+            args, kwargs = self.placeholders.real((args, kwargs))
+            return func(*args, **kwargs)
+        x = call.pop("input")
+        call |= self.placeholders.real({"weight": call["weight"], "bias": call["bias"]})
+        return self._product(x, call["weight"], call["bias"], Convolution(**call))
+
+    def _sparse(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        return self._product(*args, **kwargs)
+
+    def _product(self, x: Tensor, values: Tensor, bias: Tensor | None, product: Any) -> Tensor:
+        record = self.placeholders.record(x)
+        if record and record.activated and record.real is None:
+            norm = record.fused()
+            return norm_relu_product(norm.x, norm.gamma, norm.beta, values, bias, norm.statistics, product)
+        x = self.placeholders.real(x)  # its ReLU was left out this time, or somebody has looked at it
+        y = lean_product(x, values, bias, product)
+        if not x.requires_grad and x.nbytes < y.nbytes and current() == Phase.FORWARD:
+            self.recipes[id(y)] = weakref.ref(y), _Recipe(product, x)
+        return y
+
+    def _linear(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = _linear_arguments(*args, **kwargs)
+        x, weight, bias = call["input"], call["weight"], call["bias"]
+        return lean_product(x, weight, bias, Linear(weight, bias)) if self.lean.products else func(*args, **kwargs)
+
+    def _widened(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        return widened(func, args, kwargs)
+
+
+_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+
+
+def hooked_modules(model: nn.Module) -> frozenset[str]:
+    """The modules whose inputs or outputs a user's hook sees: all of them if the hook is for every module."""
+    if any(map(_has_users_hook, (getattr(module_hooks, f"_global_{kind}") for kind in _HOOKS))):
+        return frozenset(path for path, _ in model.named_modules())
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if any(_has_users_hook(hooks) for kind in _HOOKS if (hooks := getattr(module, f"_{kind}")))
+    )
+
+
+def _has_users_hook(hooks: dict[int, Callable]) -> bool:
+    ours = __name__.partition(".")[0]
+    return any(str(getattr(hook, "__module__", "")).partition(".")[0] != ours for hook in hooks.values())
+
+
+def _update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> None:
+    """running = (1 - momentum) running + momentum new, with the unbiased variance: what PyTorch does."""
+    if call["running_mean"] is not None:
+        momentum = call["momentum"]
+        call["running_mean"].lerp_(mean.to(call["running_mean"].dtype), momentum)
+        unbiased = variance * (count / max(1, count - 1))
+        call["running_var"].lerp_(unbiased.to(call["running_var"].dtype), momentum)
+
+
+def _pairs(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
+
+
+def _convolution_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> dict[str, Any]:
+    dilation = _pairs(dilation)
+    padding = _padding(padding, weight.shape[-2:], dilation)
+    return {"input": input, "weight": weight, "bias": bias, "stride": _pairs(stride), "padding": padding,
+            "dilation": dilation, "groups": groups}  # fmt: skip
+
+
+def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, int]) -> tuple[int, int] | str:
+    """Padding in numbers; "same" stays a word where it would be one wider at one side."""
+    if padding == "valid":
+        return 0, 0
+    if padding == "same":
+        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return padding if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
+    return padding if isinstance(padding, str) else _pairs(padding)
+
+
+def _instance_norm_arguments(
+    input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
+) -> dict[str, Any]:
+    return locals()
+
+
+def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
+    """The first tensor among a call's arguments, positional or by keyword, in a list or not."""
+    return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+
+
+def _relu_arguments(input, inplace=False) -> dict[str, Any]:
+    return locals()
+
+
+def _linear_arguments(input, weight, bias=None) -> dict[str, Any]:
+    return locals()
+
+
+def _dropout_arguments(input, p=0.5, training=True, inplace=False) -> dict[str, Any]:
+    return locals()
+
+
+def _opened(func: Any) -> Callable:
+    """A function of PyTorch that hands itself to a mode as a whole -> its twin, whose own calls go to the mode."""
+    names = func.__globals__ | {"has_torch_function": lambda tensors: False}
+    return FunctionType(func.__code__, names, func.__name__, func.__defaults__)
+
+
+_OPENED = {F.multi_head_attention_forward: _opened(F.multi_head_attention_forward)}
+_PRODUCTS = {
+    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum, Tensor.matmul, Tensor.bmm, Tensor.mm,
+    Tensor.__matmul__, F.scaled_dot_product_attention, torch.conv1d, torch.conv3d, torch.conv_transpose2d,
+}  # fmt: skip
+_LAYERS = _PRODUCTS | CONVOLUTION | {F.linear}
+_IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
+_HANDLERS: dict[Any, Callable] = (
+    dict.fromkeys(RELU, LeanRun._relu)
+    | dict.fromkeys(CONVOLUTION, LeanRun._convolution)
+    | {F.dropout: LeanRun._dropout, F.linear: LeanRun._linear, sparse_convolution: LeanRun._sparse}
+    | {F.instance_norm: LeanRun._instance_norm}
+)
+_TAKES_PLACEHOLDERS = {LeanRun._relu, LeanRun._convolution, LeanRun._sparse}

@@ -1,0 +1,218 @@
+"""A checkpointed region: it keeps its inputs, and runs again when the backward pass asks for what it saved.
+
+A region is a list of calls; an argument of a call is what an earlier call made, or comes from outside and is kept.
+While the region runs forward, every tensor that an operation saves becomes a ticket (region, number). The first ticket
+that is taken back runs the calls again, under the random state of the first run; tensors are collected in the order of
+their numbers, and the run is cut short when the last one is there: nothing is computed that nobody asked for.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._C import DisableTorchFunction
+
+from ..errors import ShoestringError
+from ..ledger import Phase
+from ..phases import phase
+from ..structure import Rebuild, flatten
+from ..structure import leaves as leaves_of
+from .buffers import Slot
+from .checksums import Seen
+from .saved_tensors import SECOND_BACKWARD, Kept, Whole, keep, keeping
+from .states import State, devices_of
+
+
+class _Complete(Exception):
+    """Every tensor that the region saved has been made again."""
+
+
+class Ticket:
+    """Stands for the `number`-th tensor that a region saved."""
+
+    __slots__ = ("frame", "number")
+
+    def __init__(self, frame: "Frame", number: int) -> None:
+        self.frame: Frame | None = frame
+        self.number = number
+
+    def take(self) -> Tensor:
+        frame, self.frame = self.frame, None
+        if frame is None:
+            raise ShoestringError(SECOND_BACKWARD)
+        return frame.take(self.number)
+
+
+class _Place(NamedTuple):
+    """The `leaf`-th tensor that the `call`-th call made."""
+
+    call: int
+    leaf: int
+
+
+class _Argument:
+    """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph.
+
+    One that needs no gradient is the caller's or a buffer, which the first run may have changed, and stays as it is.
+    """
+
+    def __init__(self, tensor: Tensor, keep_input: Callable[[Tensor], Kept]) -> None:
+        self.kept: Kept | Tensor = keep_input(tensor) if tensor.requires_grad else tensor
+        self.seen = Seen.of(tensor) if tensor.requires_grad else None
+
+    def take(self) -> tuple[Tensor, bool]:
+        """The tensor, and whether it has the values that were kept: a 16-bit copy has not."""
+        if isinstance(self.kept, Tensor):
+            return self.kept, True
+        tensor = self.kept.take()
+        with DisableTorchFunction():
+            return tensor.detach().requires_grad_(), not Seen.of(tensor).difference(self.seen)
+
+
+class _Call(NamedTuple):
+    """A call of the region: the function, its arguments as places, kept tensors and plain values, and its state."""
+
+    function: Callable
+    leaves: list[Any]
+    rebuild: Rebuild
+    state: State
+
+
+class Frame:
+    """A region of the forward pass.
+
+    `name` is for error messages, `running` the context that a second run needs, `keep_input` what is kept of what
+    comes from outside, `devices` those that the region may draw random numbers on besides its arguments'.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        running: Callable[[], AbstractContextManager] = nullcontext,
+        keep_input: Callable[[Tensor], Kept] = keep,
+        devices: frozenset[torch.device] = frozenset(),
+    ) -> None:
+        self.name, self.running, self.keep_input, self.devices = name, running, keep_input, devices
+        self.calls: list[_Call] = []
+        self.saved: list[Seen] = []  # what the saved tensors looked like, in order
+        self.store: dict[int, Kept] | None = None
+        self.cache = ""  # the class of a cache of keys and values among the arguments: transformers' blocks add to it
+        self.exact = True  # in the second run: whether its inputs are those of the first
+        self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
+
+    # -- the first run ------------------------------------------------------------------------------------------
+    def call(self, function: Callable, args: tuple, kwargs: dict, buffers: Sequence[Slot] = ()) -> Any:
+        """Runs `function`, which may change `buffers`, as the region's next call; keeps nothing of what it saves."""
+        with DisableTorchFunction():  # the region's own looks at tensors are no calls of the model
+            leaves, rebuild = flatten((args, kwargs))
+            written = [self._write_down(leaf) for leaf in leaves]
+            entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
+                       if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
+            state = State(self.devices | devices_of(leaves), buffers)
+            del leaves
+        with keeping(self._ticket):
+            output = function(*args, **kwargs)
+        with DisableTorchFunction():
+            state.forget_if_unused()
+            self._check_unchanged(entered)
+            for number, leaf in enumerate(leaves_of(output)):
+                if isinstance(leaf, Tensor):
+                    self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
+        self.calls.append(_Call(function, written, rebuild, state))
+        return output
+
+    def _check_unchanged(self, entered: list[tuple[Tensor, int]]) -> None:
+        if any(leaf._version != version for leaf, version in entered):
+            raise ShoestringError(
+                f"{self.name} changes its input in place, so it cannot be run again from it: write x = x + y in place "
+                "of x += y there (also relu_, ...), or leave it out of checkpointing"
+            )
+
+    def place(self, leaf: Any) -> _Place | None:
+        """Which call of this region made the tensor, if one did."""
+        made, place = self._made.get(id(leaf), (None, None))
+        return place if made is not None and made() is leaf else None
+
+    def _write_down(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
+            self.cache = self.cache or (type(leaf).__name__ if "Cache" in type(leaf).__name__ else "")
+            return leaf
+        return self.place(leaf) or _Argument(leaf, self.keep_input)
+
+    def _ticket(self, tensor: Tensor) -> Ticket:
+        self.saved.append(Seen.of(tensor))
+        return Ticket(self, len(self.saved) - 1)
+
+    # -- the second run -----------------------------------------------------------------------------------------
+    def take(self, number: int) -> Tensor:
+        """The `number`-th saved tensor, made again if need be."""
+        if self.store is None:
+            self._run_again()
+        assert self.store is not None
+        if number not in self.store:
+            raise ShoestringError(SECOND_BACKWARD)
+        return self.store.pop(number).take()
+
+    def _run_again(self) -> None:
+        self.store = {}
+        calls, self.calls = self.calls, []
+        self._made.clear()
+        last = {leaf: number for number, call in enumerate(calls) for leaf in call.leaves if isinstance(leaf, _Place)}
+        made: dict[_Place, Any] = {}
+        with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), keeping(self._collect):
+            try:
+                for number, call in enumerate(calls):
+                    made |= self._call_again(number, call, made)
+                    made = {place: tensor for place, tensor in made.items() if last.get(place, -1) > number}
+            except _Complete:
+                return
+        raise ShoestringError(self._different(f"{len(self.store)} tensors in place of {len(self.saved)}"))
+
+    def _call_again(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
+        leaves = [
+            made[leaf] if isinstance(leaf, _Place) else self._given_back(leaf) if isinstance(leaf, _Argument) else leaf
+            for leaf in call.leaves
+        ]
+        args, kwargs = call.rebuild(leaves)
+        del leaves
+        with call.state.restored():
+            output = call.function(*args, **kwargs)
+        return {_Place(number, place): leaf for place, leaf in enumerate(leaves_of(output))}
+
+    def _given_back(self, argument: _Argument) -> Tensor:
+        tensor, exact = argument.take()
+        self.exact &= exact
+        return tensor
+
+    def _collect(self, tensor: Tensor) -> Kept:
+        assert self.store is not None
+        number = len(self.store)
+        wanted = self.saved[number] if number < len(self.saved) else None
+        if difference := Seen.of(tensor).difference(wanted, values=self.exact):
+            raise ShoestringError(self._different(difference))
+        self.store[number] = Whole(tensor.detach())
+        if len(self.store) == len(self.saved):
+            raise _Complete
+        return _NOTHING
+
+    def _different(self, what: str) -> str:
+        again = f"{self.name} saved {what} when it was run again: "
+        if self.cache:
+            return again + f"it changes the {self.cache} that it was given; call the model with use_cache=False"
+        return again + (
+            "its forward is not deterministic; "
+            "leave it out of checkpointing, or take the randomness from torch's generators"
+        )
+
+
+class _Nothing:
+    """What the second run's own graph keeps: nothing, it is never run backward."""
+
+    def take(self) -> Tensor:
+        raise ShoestringError(SECOND_BACKWARD)
+
+
+_NOTHING = _Nothing()

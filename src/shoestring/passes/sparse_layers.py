@@ -1,0 +1,109 @@
+"""Sparse convolution and linear layers as products (see `functions.Product`), and the functions that layers call.
+
+Those of products can be overridden like PyTorch's own: a lean run sees them and fuses batch norm and ReLU into them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function_unary
+
+from ..errors import ShoestringError
+from ..kernels import sparse_conv
+from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
+from ..kernels.sparse_linear import sparse_linear_forward, sparse_linear_input_gradient, sparse_linear_weight_gradient
+from .functions import Product, lean_product
+
+Pair = tuple[Tensor, Tensor]
+
+
+def sparse_convolution(x: Tensor, values: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """x [N, in, H, W] and a sparse convolution, whose parameters are passed beside it -> y."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(sparse_convolution, (x,), x, values, bias, product)
+    return lean_product(x, values, bias, product)
+
+
+def sparse_linear(x: Tensor, values: Tensor, bias: Tensor | None, product: Product) -> Tensor:
+    """x [..., in] and a sparse linear layer, whose parameters are passed beside it -> y [..., out]."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(sparse_linear, (x,), x, values, bias, product)
+    return lean_product(x, values, bias, product)
+
+
+def sparse_embedding(ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Ids [...] and a sparse table of this shape -> their rows [..., width]."""
+    return _SparseEmbedding.apply(ids, values, index, shape)
+
+
+class _SparseEmbedding(torch.autograd.Function):
+    """Keeps the ids, which the batch holds anyway."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.ids, ctx.like, ctx.index, ctx.shape = ids, values.detach(), index, shape
+        return sparse_embedding_forward(ids, values, index, *shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        out = torch.empty_like(ctx.like)
+        return None, sparse_embedding_gradient(ctx.ids, grad, ctx.index, *ctx.shape, out=out), None, None
+
+
+@dataclass(frozen=True)
+class SparseConvolution:
+    """A sparse 2-d convolution."""
+
+    values: Tensor
+    index: Tensor
+    bias: Tensor | None
+    in_channels: int
+    out_channels: int
+    geometry: tuple[Any, ...]  # kernel, stride, padding, dilation: pairs
+
+    def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ShoestringError(
+                f"a sparse convolution of {self.in_channels} channels got a map {tuple(x.shape)}: "
+                f"pass [N, {self.in_channels}, H, W]"
+            )
+        scale, shift = prologue or (None, None)
+        weight = self.values, self.index, self.out_channels
+        return sparse_conv.forward_op(x, *weight, *self.geometry, scale, shift, self.bias)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
+        out, (scale, shift) = torch.empty_like(self.values), prologue or (None, None)
+        sparse_conv.weight_gradient_op(out, x, grad, self.index, *self.geometry, scale, shift, False)
+        return out
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        return sparse_conv.input_gradient_op(grad, self.values, self.index, shape, *self.geometry)
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.sum((0, 2, 3))
+
+
+@dataclass(frozen=True)
+class SparseMatrix:
+    """A sparse linear layer; nothing is read before it."""
+
+    values: Tensor
+    index: Tensor
+    bias: Tensor | None
+    out_features: int
+
+    def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
+        return sparse_linear_forward(x, self.values, self.index, self.out_features, self.bias)
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
+        return sparse_linear_weight_gradient(x, grad, self.index, out=torch.empty_like(self.values))
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        return sparse_linear_input_gradient(grad, self.values, self.index, shape[-1])
+
+    def bias_gradient(self, grad: Tensor) -> Tensor:
+        return grad.sum(tuple(range(grad.dim() - 1)))

@@ -1,0 +1,51 @@
+"""`every-m`: the pass is cut into regions of m operations, whatever modules they are in.
+
+The operations are taken down as the model calls them, and a region runs them again. An operation counts if it saves
+something for the backward pass; those that save nothing go with the region they are in.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .regions import Frame
+
+
+class Tape:
+    """Takes down the operations of one pass, `every` counted ones to a region."""
+
+    def __init__(self, every: int, run: Any) -> None:
+        self.every, self.run = every, run
+        self.frame: Frame | None = None
+        self.counted = self.regions = 0
+
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Answers a call of the model as part of the current region."""
+        leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
+            return self.run.answer(func, args, kwargs)
+        if self.frame is None or self.counted >= self.every:
+            self._next_region()
+        assert self.frame is not None
+        if changes_its_input(func, args, kwargs) and not self.frame.place(leaves[0]):
+            return self.run.answer(func, args, kwargs)  # run again, it would change the tensor a second time
+        before = len(self.frame.saved)
+        output = self.frame.call(lambda *a, **k: self.run.answer(func, a, k), args, kwargs)
+        self.counted += len(self.frame.saved) > before
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
+            self.frame.calls.pop()  # .size() and the like need not be asked again
+        return output
+
+    def _next_region(self) -> None:
+        self.regions += 1
+        self.counted = 0
+        self.frame = Frame(f"region {self.regions} of {self.every} operations", self.run.running)
+
+
+def changes_its_input(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call writes over its first argument: `x.add_(y)`, `x += y`, `relu(x, inplace=True)`."""
+    name = getattr(func, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+    return in_place or bool(kwargs.get("inplace"))

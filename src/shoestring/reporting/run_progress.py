@@ -1,0 +1,132 @@
+"""Progress of a run: a bar on a terminal, plain lines elsewhere; both are listeners of the loop."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..training.events import Evaluated, Event, Listener, Replanned, Updated
+from ..units import format_bytes
+
+LINE_SECONDS = 10.0  # between two plain lines, but for evaluations
+
+
+class Words:
+    """What is known of a run so far, as words."""
+
+    def __init__(self, budget_bytes: int | None) -> None:
+        self.budget_bytes = budget_bytes
+        self.now: Updated | None = None
+        self.quality = ""
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Updated):
+            self.now = event
+        elif isinstance(event, Evaluated):
+            self.quality = f"{event.name} {event.quality:.4g}{' (best)' if event.is_best else ''}"
+
+    @property
+    def epoch(self) -> str:
+        return f"epoch {self.now.epoch}/{self.now.epochs}" if self.now else ""
+
+    @property
+    def figures(self) -> str:
+        loss = f"loss {self.now.loss:.4g}" if self.now else ""
+        return "  ".join(filter(None, (loss, self.quality, self.memory)))
+
+    @property
+    def memory(self) -> str:
+        if self.now is None or self.now.peak_bytes is None:
+            return ""
+        budget = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes else ""
+        return f"memory {format_bytes(self.now.peak_bytes)}{budget}"
+
+
+class Lines:
+    """A line at each evaluation, and at most every LINE_SECONDS between."""
+
+    def __init__(self, file: TextIO, budget_bytes: int | None) -> None:
+        self.file, self.words = file, Words(budget_bytes)
+        self.first: tuple[int, float] | None = None  # an update and when it was done, to tell the pace
+        self.told = time.monotonic()
+
+    def __call__(self, event: Event) -> None:
+        self.words.hear(event)
+        now = time.monotonic()
+        if isinstance(event, Updated) and self.first is None:
+            self.first = event.update, now
+        if isinstance(event, Replanned):
+            words = ", ".join(f"{name} {value}" for name, value in event.techniques.items())
+            line = f"a step needs {format_bytes(event.used_bytes)}: going on from update {event.update:,} with {words}"
+            print(line, file=self.file, flush=True)
+        if isinstance(event, Evaluated) or (isinstance(event, Updated) and now - self.told > LINE_SECONDS):
+            self.told = now
+            print(self._line(now), file=self.file, flush=True)
+
+    def _line(self, now: float) -> str:
+        update = self.words.now
+        if update is None:
+            return self.words.quality
+        return "  ".join(
+            [self.words.epoch, f"update {update.update}/{update.updates}", self.words.figures, self._left(now)]
+        )
+
+    def _left(self, now: float) -> str:
+        update = self.words.now
+        if update is None or self.first is None or update.update == self.first[0]:
+            return ""
+        pace = (now - self.first[1]) / (update.update - self.first[0])
+        return f"{format_seconds(pace * (update.updates - update.update))} left"
+
+
+class Bar:
+    """A bar of updates with loss, quality, memory against the budget and the time left."""
+
+    def __init__(self, bar: Progress, budget_bytes: int | None) -> None:
+        self.bar, self.words = bar, Words(budget_bytes)
+        self.task = bar.add_task("", total=None, figures="")
+
+    def __call__(self, event: Event) -> None:
+        self.words.hear(event)
+        if update := self.words.now:
+            self.bar.update(
+                self.task,
+                description=self.words.epoch,
+                completed=update.update,
+                total=update.updates,
+                figures=self.words.figures,
+            )
+
+
+@contextmanager
+def progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[Listener]:
+    """Where words go, and the budget -> a listener that shows how far the run is."""
+    console = Console(file=file)
+    if not console.is_terminal:
+        yield Lines(file, budget_bytes)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[figures]}", markup=False),
+        TimeRemainingColumn(compact=True),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        yield Bar(bar, budget_bytes)
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds -> "2h 05m", "3m 20s" or "12s".
+
+    >>> format_seconds(7500), format_seconds(200), format_seconds(11.7)
+    ('2h 05m', '3m 20s', '12s')
+    """
+    whole = math.ceil(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"

@@ -1,0 +1,291 @@
+"""What is kept of saved tensors, by rules: whole, a 16-bit copy, or a file; and one bit an element for masks.
+
+    keep="disk"                      every saved tensor goes to a file and comes back when it is needed; exact
+    keep="half"                      every saved tensor is kept in 16 bits; approximate
+    keep="masks"                     ReLU and dropout keep one bit an element; exact
+    keep="blocks.*=disk"             only what is saved inside these modules
+    keep="head:softmax=half,disk"    what softmax saves inside `head` in 16 bits, everything else in a file
+
+The first rule that fits decides. Parameters, buffers and what the model is called with are alive anyway and kept as
+they are, and so is what is small.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules import module as module_hooks
+from torch.overrides import TorchFunctionMode
+
+from ...errors import NoEffect, ShoestringError
+from ...ledger import Phase
+from ...passes.mode import LeanPass, with_lean
+from ...passes.saved_tensors import Keeper, Kept, Once, Shared, Whole, keeping
+from ...phases import current
+from ...profiling.dry import dry_run
+from ...structure import tensors
+from ...task import Task
+from ..checkpoint import has_norms
+from ..technique import Least, Price, Risk
+from .codecs import CODECS, View
+
+SMALL_BYTES = 64 * 1024
+EXAMPLES = 'disk, half, masks, "blocks.*=disk" or "head:softmax=half,disk"'
+
+
+class Rule(NamedTuple):
+    """Tensors that `operation` saves in `module` (both with * and ?) are kept by `codec`."""
+
+    module: str
+    operation: str
+    codec: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The rules, the first that fits first; `masks`: ReLU and dropout keep one bit an element."""
+
+    rules: tuple[Rule, ...] = ()
+    masks: bool = False
+    text: str = ""
+
+
+def parse(text: str) -> Settings:
+    """A plan's words -> the settings: "head:softmax=half,disk".
+
+    >>> parse("blocks.*=disk").rules
+    (Rule(module='blocks.*', operation='*', codec='disk'),)
+    """
+    parts = [part.strip() for part in text.split(",")]
+    rules = tuple(_rule(part) for part in parts if part != "masks")
+    return Settings(rules, "masks" in parts, text)
+
+
+def _rule(text: str) -> Rule:
+    where, _, codec = text.rpartition("=")
+    if codec not in CODECS:
+        raise ShoestringError(f"nothing can be kept by {codec!r} (of {text!r}): use {EXAMPLES}")
+    module, _, operation = where.partition(":")
+    return Rule(module or "*", operation or "*", codec)
+
+
+def risk(task: Task, text: str) -> Risk:
+    """The largest of the codecs'."""
+    return max((CODECS[rule.codec].risk for rule in parse(text).rules), default=Risk.EXACT)
+
+
+def options(task: Task) -> list[str]:
+    """What the planner tries: everything by one rule."""
+    return ["masks", "disk", "half"]
+
+
+def refuses(task: Task, settings: Mapping[str, Any]) -> str:
+    """Why a way to keep saved tensors does nothing beside a plan's other settings, or nothing that is worth it."""
+    keep, checkpoint = settings.get("keep"), str(settings.get("checkpoint", ""))
+    if keep == "masks" and (checkpoint or "precision" in settings):
+        return "checkpointing and 16 bits keep one bit an element of ReLU and dropout already"
+    if keep == "half" and "precision" in settings:
+        return "what is saved has 16 bits already"
+    smallest = "residual-1*" if has_norms(task.model) else "residual-1"
+    if keep == "disk" and checkpoint not in ("", "no-bn", smallest, "every-4"):
+        return f"with what is kept on disk, {smallest} or every-4 needs as little and does less again"
+    return ""
+
+
+def least(task: Task, text: str) -> Least:
+    """Half leaves half. Masks leave what the next layer saves: 4.25 of the 9 bytes of a ReLU with dropout after it."""
+    return Least(moving={"half": 0.45, "masks": 0.4}.get(text, 0.0))
+
+
+def price(task: Task, text: str) -> Price | None:
+    """Masks may be faster than what they replace."""
+    return None if text == "masks" else Price(None, "disk" if text == "disk" else "memory")
+
+
+def apply(task: Task, settings: Settings) -> Task:
+    """A task -> the same task that keeps less of what its operations save."""
+    if settings.masks:
+        task = _with_masks(task)
+    if settings.rules:
+        task = _with_rules(task, settings.rules)
+    return task.with_(settings=task.settings | {"keep": settings.text})
+
+
+def _with_masks(task: Task) -> Task:
+    if any(isinstance(context, LeanPass) and context.lean.masks for context in task.contexts):
+        raise NoEffect("checkpointing keeps one bit an element of ReLU and dropout already: leave out keep masks")
+    lean, _ = with_lean(task, fuse=False, masks=True, products=False)
+    before, after = saved_bytes(task), saved_bytes(lean)
+    if after >= before:
+        raise NoEffect(
+            f"{type(task.model).__name__} would save {after} bytes with masks and saves {before} without: it has no "
+            "ReLU or dropout that keeps more than it must; leave out keep masks"
+        )
+    return lean
+
+
+def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
+    for rule in rules:
+        if not any(fnmatchcase(path, rule.module) for path, _ in task.model.named_modules()):
+            near = ", ".join(path for path, _ in list(task.model.named_modules())[1:6])
+            raise ShoestringError(f"the model has no module {rule.module!r} for keep: its modules are {near}, ...")
+    lean = task.with_(contexts=(*task.contexts, SavedPass(rules)))
+    if not rehearse(lean):
+        raise NoEffect(
+            f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under keep's "
+            "rules: leave it out, or name other modules"
+        )
+    return lean
+
+
+# -- the pass ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class SavedPass:
+    """The context of a pass in which the rules decide what is kept."""
+
+    rules: tuple[Rule, ...]
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator["Saver"]:
+        with ExitStack() as stack:
+            keepers = {name: stack.enter_context(CODECS[name].opened()) for name in {r.codec for r in self.rules}}
+            saver = Saver(self.rules, keepers, model)
+            stack.enter_context(saver.place.following(model))
+            stack.enter_context(keeping(saver.keep))
+            yield saver
+
+
+class Saver:
+    """Decides by the rules; packs a tensor once, and of a view the view or its base, whichever is smaller."""
+
+    def __init__(self, rules: tuple[Rule, ...], keepers: dict[str, Keeper], model: nn.Module) -> None:
+        self.rules, self.keepers, self.place = rules, keepers, Place(model)
+        self.shared = {name: Shared() for name in keepers}
+        self.taken = 0
+
+    def keep(self, tensor: Tensor) -> Kept:
+        codec = self._codec()
+        if codec == "whole" or tensor.layout != torch.strided or self.place.holds(tensor):
+            return Whole(tensor)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            storage_bytes = tensor.untyped_storage().nbytes()
+            if tensor.nbytes < SMALL_BYTES:
+                # A small view would keep its whole base alive.
+                return Whole(tensor.detach().clone() if storage_bytes >= SMALL_BYTES else tensor)
+            if not CODECS[codec].takes(tensor):
+                return Whole(tensor)
+            self.taken += 1
+            if tensor.nbytes >= storage_bytes:
+                base = _base(tensor)
+                return View(tensor, Once(self.shared[codec].once(base, self.keepers[codec])))
+            return Once(self.shared[codec].once(tensor.detach(), self.keepers[codec]))
+
+    def _codec(self) -> str:
+        module, operation = self.place.module, self.place.operation
+        fitting = (r.codec for r in self.rules if fnmatchcase(module, r.module) and fnmatchcase(operation, r.operation))
+        return next(fitting, "whole")
+
+
+def _base(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, flat."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((count,), (1,), 0)
+
+
+class Place(TorchFunctionMode):
+    """Which operation of which module is running, and which tensors somebody outside the pass holds."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.thread = threading.get_ident()  # hooks for all modules are called in every thread
+        self.modules = [""]
+        self.operation = ""
+        self.held = {_number(t) for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided}
+        self.inputs: list[StorageWeakRef] = []  # while they live, no new storage gets the same number
+
+    @property
+    def module(self) -> str:
+        return self.modules[-1]
+
+    def holds(self, tensor: Tensor) -> bool:
+        return _number(tensor) in self.held
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(module_hooks.register_module_forward_pre_hook(self._enter).remove)
+            stack.callback(module_hooks.register_module_forward_hook(self._leave, always_call=True).remove)
+            stack.enter_context(self)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        if len(self.modules) == 1 and current() != Phase.RECOMPUTE:  # what the model is called with is the caller's
+            inputs = [tensor for tensor in tensors(args) if not tensor.requires_grad]
+            self.inputs += [StorageWeakRef(tensor.untyped_storage()) for tensor in inputs]
+            self.held |= {_number(tensor) for tensor in inputs}
+        self.modules.append(self.paths.get(id(module), self.module))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.modules.pop()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        outer, self.operation = self.operation, getattr(func, "__name__", "")
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.operation = outer
+
+
+def _number(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+# -- rehearsals -------------------------------------------------------------------------------------------------
+def rehearse(task: Task) -> int:
+    """Runs the forward pass of one piece on fake tensors -> how many tensors its saved pass took."""
+
+    def look(batch: Any) -> int:
+        with _forward(task, batch) as savers:
+            return sum(saver.taken for saver in savers)
+
+    return dry_run(task, _piece(task), look)
+
+
+def saved_bytes(task: Task) -> int:
+    """The bytes of all storages that operations save in the forward pass of one piece."""
+
+    def look(batch: Any) -> int:
+        found: dict[int, Tensor] = {}
+
+        def note(tensor: Tensor) -> Whole:
+            found[_number(tensor)] = tensor
+            return Whole(tensor)
+
+        with keeping(note), _forward(task, batch):
+            return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+    return dry_run(task, _piece(task), look)
+
+
+@contextmanager
+def _forward(task: Task, batch: Any) -> Iterator[list[Saver]]:
+    """The forward pass of a piece -> the savers in force, with the pass still alive."""
+    with ExitStack() as stack:
+        entered = [stack.enter_context(context(task.model)) for context in task.contexts]
+        loss = task.loss_of(task.model, batch)
+        yield [saver for saver in entered if isinstance(saver, Saver)]
+        del loss
+
+
+def _piece(task: Task) -> Any:
+    return next(iter(task.split(task.batch)))

@@ -1,0 +1,197 @@
+"""Codecs: other forms in which a saved tensor can be kept. Each packs a tensor and gives it back by `take()`.
+
+A codec is opened for a pass and then is a function from a tensor to what is kept of it. Adding one is a class with
+`take()`, a function that opens it, and an entry in `CODECS`.
+"""
+
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._guards import active_fake_mode
+
+from ...cache import spill_folder
+from ...errors import ShoestringError
+from ...passes.saved_tensors import Keeper, Kept, Whole
+from ...units import format_bytes
+from ..technique import Risk
+
+PIECE_BYTES = 1 << 20  # of a tensor that is not in one piece, so much is copied at a time
+_paged: ContextVar[list[int] | None] = ContextVar("paged", default=None)
+LARGEST_HALF = torch.finfo(torch.float16).max
+
+
+class View:
+    """A view of something kept flat: gives it back with the view's shape and strides."""
+
+    def __init__(self, tensor: Tensor, base: Kept) -> None:
+        self.base, self.geometry = base, (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def take(self) -> Tensor:
+        return self.base.take().as_strided(*self.geometry)
+
+
+class Half:
+    """A 16-bit copy: FP16, or BF16 where a value is beyond FP16's range."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.copy = tensor.to(torch.float16 if _fits_half(tensor) else torch.bfloat16)
+
+    def take(self) -> Tensor:
+        return self.copy.to(self.dtype)
+
+
+def _fits_half(tensor: Tensor) -> bool:
+    if active_fake_mode():
+        return True  # a fake has no values; both forms have the same size
+    least, most = torch.aminmax(tensor)
+    return bool(least >= -LARGEST_HALF) and bool(most <= LARGEST_HALF)
+
+
+class OnDisk:
+    """A tensor in a file; `take` reads it into new memory."""
+
+    def __init__(self, file: "Spill", tensor: Tensor) -> None:
+        self.file, self.shape, self.dtype, self.device = file, tensor.shape, tensor.dtype, tensor.device
+        self.offset = file.write(tensor)
+
+    def take(self) -> Tensor:
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        self.file.read(tensor, self.offset)
+        return tensor.to(self.device)
+
+
+class Spill:
+    """A nameless file that tensors are added to and read from: nothing of it is left, whatever ends the process."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.end = folder, 0
+        self.file = _telling(folder, lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - `disk` closes
+
+    def write(self, tensor: Tensor) -> int:
+        """Adds a tensor -> where it begins in the file."""
+        offset, self.end = self.end, self.end + tensor.nbytes
+        if (told := _paged.get()) is not None:
+            told.append(tensor.nbytes)
+        if not active_fake_mode():
+            place = offset
+            for piece in _pieces(tensor):
+                _telling(self.folder, partial(_write, self.file.fileno(), _bytes(piece.contiguous().cpu()), place))
+                place += piece.nbytes
+        return offset
+
+    def read(self, tensor: Tensor, offset: int) -> None:
+        """Fills a new tensor from the file."""
+        if not active_fake_mode():
+            _telling(self.folder, partial(_read, self.file.fileno(), _bytes(tensor), offset))
+
+
+@contextmanager
+def paging() -> Iterator[list[int]]:
+    """-> a list that gets the bytes of each tensor that goes to disk inside the context, in a trace too."""
+    told: list[int] = []
+    token = _paged.set(told)
+    try:
+        yield told
+    finally:
+        _paged.reset(token)
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor -> itself if it is in one piece, else rows of it that are quickly copied into one."""
+    if tensor.is_contiguous():
+        yield tensor
+    else:
+        yield from tensor.split(max(1, PIECE_BYTES * len(tensor) // tensor.nbytes))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _read(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.preadv(file, [data], offset)
+        if not count:
+            raise OSError(errno.EIO, "the file ends early")
+        data, offset = data[count:], offset + count
+
+
+def _telling(folder: str, act: Callable[[], Any]) -> Any:
+    """Does something with a file in a folder; the system's refusal becomes an error of ours."""
+    try:
+        return act()
+    except OSError as error:
+        free = format_bytes(_free_bytes(folder))
+        raise ShoestringError(
+            f"cannot page activations out to {folder}, which has {free} free: {error.strerror}; "
+            "free some space, or set TMPDIR to a folder on another disk"
+        ) from error
+
+
+def _free_bytes(folder: str) -> int:
+    try:
+        disk = os.statvfs(folder)
+    except OSError:
+        return 0
+    return disk.f_bavail * disk.f_frsize
+
+
+# -- the registry -----------------------------------------------------------------------------------------------
+@contextmanager
+def whole() -> Iterator[Keeper]:
+    yield Whole
+
+
+@contextmanager
+def half() -> Iterator[Keeper]:
+    yield Half
+
+
+@contextmanager
+def disk() -> Iterator[Keeper]:
+    """Opens a file for the pass."""
+    spill = Spill(spill_folder())
+    with spill.file:
+        yield partial(OnDisk, spill)
+
+
+class Codec(NamedTuple):
+    """`opened()` gives the codec for a pass; `takes(tensor)` tells whether the tensor is one for it."""
+
+    name: str
+    opened: Callable[[], AbstractContextManager[Keeper]]
+    takes: Callable[[Tensor], bool]
+    risk: Risk
+
+
+def _any(tensor: Tensor) -> bool:
+    return True
+
+
+def _wide(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float32, torch.float64)
+
+
+CODECS = {
+    codec.name: codec
+    for codec in (
+        Codec("whole", whole, _any, Risk.EXACT),
+        Codec("half", half, _wide, Risk.APPROXIMATE),
+        Codec("disk", disk, _any, Risk.EXACT),
+    )
+}

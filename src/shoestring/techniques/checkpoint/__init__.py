@@ -1,0 +1,214 @@
+"""Checkpointing: keep less in the forward pass, run parts of it again in the backward pass. Exact.
+
+| strategy | kept | done again |
+|---|---|---|
+| `none` | everything | nothing |
+| `no-bn` | the inputs of batch norms | batch norm and ReLU, from saved statistics |
+| `every-m` | the input of every m-th operation | the operations between |
+| `residual-m` | the input of every m-th block | the m blocks, everything in them kept meanwhile |
+| `residual-m*` | the input of every m-th block | the m blocks' inputs; then, block by block, what is inside |
+| `optimal` | what a dynamic programme chooses (segments.py) for least memory | as little as that allows |
+| `optimal-30MB` | the same, for a budget of 30 MB for what is saved | as little as that allows |
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import NoEffect, ShoestringError
+from ...passes.buffers import Slot, slots_of
+from ...passes.hooks import looking_once
+from ...passes.mode import LeanRun, lean_run, with_lean
+from ...passes.patching import patched
+from ...passes.regions import Frame
+from ...passes.states import devices_of
+from ...passes.switches import switched
+from ...structure import leaves
+from ...task import Task
+from ...units import parse_bytes
+from ..technique import Price
+from .blocks import block_costs, find_blocks
+from .chains import find_chains
+from .segments import choose_segments, least_bytes
+
+STRATEGIES = "none, no-bn, every-M, residual-M, residual-M*, optimal, optimal-SIZE (M from 1, SIZE such as 30MB)"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`strategy` as in the table above; `blocks` names the blocks by hand (with * and ?) where they are not found."""
+
+    strategy: str = "none"
+    blocks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Group:
+    """Blocks that are one region; `nested`: each is a region of its own inside it."""
+
+    names: tuple[str, ...]
+    nested: bool
+
+
+_NUMBERED = re.compile(r"(every|residual)-([1-9][0-9]{0,5})(\*?)")
+_OPTIMAL = re.compile(r"optimal(?:-(.+))?")
+
+
+def has_norms(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+
+def options(task: Task) -> list[str]:
+    """The strategies that the planner tries on this model."""
+    norms = has_norms(task.model)
+    if find_blocks(task.model):
+        with_norms = ["no-bn", "residual-1*"] if norms else []  # without norms residual-1* is residual-1
+        return [*with_norms, "residual-1", "residual-2*", "optimal"]
+    return [*(["no-bn"] if norms else []), "every-4", "every-12"]
+
+
+def price(task: Task, strategy: str) -> Price | None:
+    """What is not kept is made again. Fused batch norm may be faster than PyTorch's; no-bn is that alone."""
+    if strategy == "no-bn":
+        return None
+    fused = has_norms(task.model) and ("*" in strategy or _OPTIMAL.fullmatch(strategy))
+    return Price("no-bn" if fused else None, "memory")
+
+
+def check(strategy: str) -> None:
+    """Raises unless the strategy exists."""
+    numbered = _NUMBERED.fullmatch(strategy)
+    exists = strategy in ("none", "no-bn") or _OPTIMAL.fullmatch(strategy) or numbered
+    if not exists or (numbered and numbered[1] == "every" and numbered[3]):
+        raise ShoestringError(f"there is no checkpoint strategy {strategy!r}: use one of {STRATEGIES}")
+
+
+def apply(task: Task, settings: Settings) -> Task:
+    """A task -> the same task that keeps less of its activations; the numbers it computes are the same.
+
+    A strategy takes the place of one that the task had.
+    """
+    check(settings.strategy)
+    if settings.strategy == "none":
+        raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
+    others = tuple(context for context in task.contexts if not isinstance(context, Regions))
+    task = _with_strategy(task.with_(contexts=others), settings)
+    return task.with_(settings=task.settings | {"checkpoint": settings.strategy})
+
+
+def _with_strategy(task: Task, settings: Settings) -> Task:
+    strategy = settings.strategy
+    if strategy == "no-bn":
+        return _without_norms(task)
+    if optimal := _OPTIMAL.fullmatch(strategy):
+        task = with_lean(task, fuse=True, every=0)[0]
+        groups = optimal_groups(task, _runs(task, settings), parse_bytes(optimal[1]) if optimal[1] else None)
+        return _with_regions(task, groups)
+    kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
+    if kind == "every":
+        return with_lean(task, fuse=False, every=int(number))[0]
+    groups = equal_groups(_runs(task, settings), int(number), bool(star))
+    return _with_regions(with_lean(task, fuse=bool(star), every=0)[0], groups)
+
+
+def _without_norms(task: Task) -> Task:
+    task, patterns = with_lean(task, fuse=True, every=0)
+    if not patterns.norms:
+        raise ShoestringError(
+            f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"
+        )
+    return task
+
+
+def _with_regions(task: Task, groups: tuple[Group, ...]) -> Task:
+    return task.with_(contexts=(*task.contexts, Regions(groups)))
+
+
+def _runs(task: Task, settings: Settings) -> list[list[str]]:
+    runs = find_chains(task, settings.blocks)
+    if not runs:
+        raise ShoestringError(
+            f"{type(task.model).__name__} has no repeated blocks for {settings.strategy}: "
+            "name them with checkpoint blocks, or use every-8"
+        )
+    return runs
+
+
+def equal_groups(runs: list[list[str]], size: int, star: bool) -> tuple[Group, ...]:
+    """Runs of blocks -> groups of `size`; the last of a run may be smaller."""
+    groups = (tuple(run[i : i + size]) for run in runs for i in range(0, len(run), size))
+    return tuple(Group(names, star and len(names) > 1) for names in groups)
+
+
+def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) -> tuple[Group, ...]:
+    """Runs of blocks -> the groups that the dynamic programme chooses; the runs count as one chain."""
+    costs = block_costs(task, [name for run in runs for name in run])
+    ends = {run[-1] for run in runs}
+    budget = least_bytes(costs) * 1.01 if budget_bytes is None else budget_bytes
+    groups = []
+    for segment in choose_segments(costs, budget):
+        names = [cost.name for cost in costs[segment.start : segment.stop]]
+        if segment.choice != "keep":
+            groups += [Group(part, segment.choice == "nested" and len(part) > 1) for part in _cut(names, ends)]
+    return tuple(groups)
+
+
+def _cut(names: list[str], ends: set[str]) -> Iterator[tuple[str, ...]]:
+    """Cuts a segment where one run of blocks ends: the next is not called with what it returned."""
+    part: list[str] = []
+    for name in names:
+        part.append(name)
+        if name in ends:
+            yield tuple(part)
+            part = []
+    if part:
+        yield tuple(part)
+
+
+@dataclass(frozen=True)
+class Regions:
+    """The context of a pass: given the live model, it turns groups of blocks into regions that run again."""
+
+    groups: tuple[Group, ...]
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[None]:
+        devices = devices_of(model.parameters())
+        with ExitStack() as stack:
+            stack.enter_context(switched(model))
+            for group in self.groups:
+                blocks = [model.get_submodule(name) for name in group.names]
+                stack.enter_context(looking_once({part for block in blocks for part in block.modules()}))
+                region = _Region(group, lean_run(), devices, [slots_of(block) for block in blocks])
+                for index, block in enumerate(blocks):
+                    stack.enter_context(patched(block, partial(region.call, index)))
+            yield
+
+
+class _Region:
+    """Blocks that follow each other, and the frame that they share in this pass."""
+
+    def __init__(self, group: Group, run: LeanRun, devices: frozenset[torch.device], slots: list[list[Slot]]) -> None:
+        self.names, self.nested = group.names, group.nested
+        self.run, self.devices, self.slots = run, devices, slots
+        self.frame: Frame | None = None
+
+    def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = self.run.real((args, kwargs))
+        follows = self.frame is not None and any(map(self.frame.place, leaves((args, kwargs))))
+        if self.frame is None or index == 0 or not follows:  # what lies between the two blocks is not run again
+            self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input, self.devices)
+        return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index])
+
+    def _block(self, index: int, forward: Any) -> Any:
+        """The block as a region of its own, inside the larger one."""
+        frame = partial(Frame, self.names[index], self.run.running, devices=self.devices)
+        return lambda *args, **kwargs: frame().call(forward, args, kwargs, self.slots[index])

@@ -1,0 +1,162 @@
+"""Microbatching: the batch goes through the model in pieces whose gradients add up. Exact without batch norm.
+
+Each piece weighs by its share of the items, so that a tail of another size counts rightly. A batch is cut (pieces.py)
+along its first dimension, by examples, or by tokens where the task says which id is padding. Whether pieces add up to
+the batch is asked of the loss (adding_up.py): where they do not, microbatches are not offered, and refused. With batch
+norm the statistics are those of a piece (neutral, not exact: the paper's section 3.3); `simulated` gives these in one
+pass over the batch.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...errors import NoEffect, ShoestringError
+from ...passes.mode import LeanPass
+from ...passes.patching import patched
+from ...task import Task
+from ..technique import Effect, Risk
+from .adding_up import Verdict, judge
+from .pieces import SPLITS, Split, check_names
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`size`: examples in a piece, or tokens, padding counted; `by` says which ("" is what the task goes by).
+
+    `simulated` runs the whole batch at once and only takes batch norm's statistics by pieces: it saves nothing, and
+    is for studies of what microbatches do to accuracy.
+    """
+
+    size: int
+    by: str = ""
+    simulated: bool = False
+
+
+def options(task: Task) -> list[int]:
+    """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces; refused where pieces do not add up."""
+    _accept(verdict(task))
+    whole = units(task)
+    return sorted({-(-whole // pieces) for pieces in (2, 4, 10, 25, 100)} - {whole}, reverse=True)
+
+
+def units(task: Task) -> int:
+    """How many of what a microbatch counts are in the task's batch."""
+    return split_of(task, 1).measure(task.batch)
+
+
+def risk(task: Task, size: int) -> Risk:
+    """Exact without batch norm, where the pieces were seen to add up; where that is not known, neutral at best.
+
+    With batch norm neutral down to 10 examples (the paper's Figure 4), approximate below.
+    """
+    known = Risk.EXACT if verdict(task).adds_up else Risk.NEUTRAL
+    if not any(isinstance(module, _BatchNorm) for module in task.model.modules()):
+        return known
+    return Risk.NEUTRAL if size >= 10 else Risk.APPROXIMATE
+
+
+_verdicts: dict[int, tuple[weakref.ref, Verdict]] = {}  # a task is frozen, but has no hash: its batch has none
+
+
+def verdict(task: Task) -> Verdict:
+    """Whether the pieces of a task's batch add up; asked once for a task, for it takes a few forward passes."""
+    key = id(task)
+    known, found = _verdicts.get(key, (None, None))
+    if found is None or known is None or known() is not task:
+        found = judge(task, split_of(task, 1))
+        _verdicts[key] = weakref.ref(task, lambda _: _verdicts.pop(key, None)), found
+    return found
+
+
+def split_of(task: Task, size: int, by: str = "") -> Split:
+    """How a task's batch is cut into pieces of `size`, by what the task goes by unless told."""
+    by = by or _usual(task)
+    if by not in SPLITS:
+        raise ShoestringError(f"microbatches go by {' or by '.join(SPLITS)}, not by {by!r}")
+    return SPLITS[by](size, task.padding, task.shared)
+
+
+def degree(task: Task, size: int) -> int:
+    """Statistics of fewer than 4 examples are a step worse again."""
+    return 1 + (size < 4) if risk(task, size) == Risk.APPROXIMATE else 0
+
+
+def effect(task: Task, size: int) -> Effect:
+    whole = units(task)
+    return Effect(share=size / whole, pieces=-(-whole // size))
+
+
+def _usual(task: Task) -> str:
+    return "examples" if task.padding is None else "tokens"
+
+
+def apply(task: Task, settings: Settings) -> Task:
+    """A task -> the same task whose batch is run in pieces of `size`."""
+    by = settings.by or _usual(task)
+    split = split_of(task, settings.size, by)
+    whole = split.measure(task.batch)
+    if not 1 <= settings.size <= whole:
+        raise ShoestringError(
+            f"a microbatch of {settings.size} does not go into a batch of {whole} {by}: use 1 to {whole}"
+        )
+    if settings.size == whole:
+        raise NoEffect(f"a microbatch of {settings.size} {by} is the whole batch: leave it out of the plan")
+    check_names(task.batch, task.shared)
+    list(split(task.batch))  # refuses now what it would refuse in the step
+    changed = _simulated(task, settings, by) if settings.simulated else {"split": split} | weighing(task, split)
+    return task.with_(**changed, settings=task.settings | {"microbatch": settings.size})
+
+
+def weighing(task: Task, split: Split) -> dict[str, Any]:
+    """A task and how it is to be cut -> the `items` by which its pieces add up; refused where they do not."""
+    found = judge(task, split)
+    _accept(found)
+    return {"items": task.items if found.items is None else found.items}
+
+
+def _accept(found: Verdict) -> None:
+    if found.adds_up is False:
+        raise ShoestringError(f"microbatches do not add up to the batch: {found.reason}")
+
+
+# -- simulated ----------------------------------------------------------------------------------------------------
+def _simulated(task: Task, settings: Settings, by: str) -> dict[str, Any]:
+    if by != "examples":
+        raise ShoestringError("simulated microbatches go by examples: batch norm knows no tokens")
+    if any(isinstance(context, LeanPass) for context in task.contexts):
+        raise ShoestringError(
+            "simulated microbatches save no memory and do not go with checkpointing: use true microbatches"
+        )
+    if not any(isinstance(module, _BatchNorm) for module in task.model.modules()):
+        raise NoEffect(f"{type(task.model).__name__} has no batch norm: simulated microbatches change nothing in it")
+    return {"contexts": (*task.contexts, GroupedNorms(settings.size))}
+
+
+@dataclass(frozen=True)
+class GroupedNorms:
+    """The context of a pass in which each batch norm treats groups of `size` examples one after the other.
+
+    Running statistics and counters are updated group by group, as in true microbatches. What a norm sees must have the
+    batch as its first dimension.
+    """
+
+    size: int
+
+    @contextmanager
+    def __call__(self, model: nn.Module) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, _BatchNorm) and module.training:
+                    stack.enter_context(patched(module, self._by_groups))
+            yield
+
+    def _by_groups(self, forward: Any, args: tuple, kwargs: dict) -> Tensor:
+        (x,) = (*args, *kwargs.values())
+        return torch.cat([forward(group) for group in x.split(self.size)])

@@ -1,0 +1,192 @@
+"""Lean optimizers: state in 16 or 8 bits, gradients that are used up as they are made, SM3 and Adafactor.
+
+    Plan(optimizer="8bit")  "fp16"  "bf16"  "no-gradient"  "8bit+no-gradient"  "sm3"  "sm3+8bit"  "adafactor"
+
+| words | state, bytes a parameter: SGD, Adam | risk |
+|---|---|---|
+| fp16, bf16 | 2, 4 | neutral |
+| 8bit | 1.02, 2.03 | neutral |
+| no-gradient | as before, and no gradient: 4 bytes (2 in 16 bits) less | exact |
+| sm3 | 4 (1.02 with 8bit, 0 without momentum) | approximate |
+| adafactor | 0 | approximate |
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from ...errors import NoEffect, ShoestringError
+from ...kernels.moments import FORMS
+from ...optimizers import trainable
+from ...task import SGD, Adam, Task
+from ..precision.loss_scale import Scaling
+from ..technique import Effect, Risk
+from .base import LeanOptimizer, refuse_using_up, why_gradients_stay
+from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
+from .rules import Group, Rule, groups_of
+from .sgd_adam import LeanAdam, LeanSGD, is_heavy_ball
+
+NARROW = tuple(form for form in FORMS if form != "fp32")
+FACTORED = ("sm3", "adafactor")
+USING_UP = "no-gradient"
+BUILDERS: dict[type, Callable[..., LeanOptimizer]] = {
+    SGD: LeanSGD,
+    Adam: LeanAdam,
+    SM3: LeanSM3,
+    Adafactor: LeanAdafactor,
+}
+
+
+@dataclass(frozen=True)
+class Lean:
+    """Settings of a lean optimizer: a rule, the form of its moments, and whether gradients are used up at once.
+
+    `seed` is that of the random bits by which BF16 weights and narrow second moments are rounded. Where there are
+    `groups`, each follows a rule of its own, of one kind.
+    """
+
+    rule: Rule
+    state: str = "fp32"
+    uses_up: bool = False
+    seed: int = 0
+    groups: tuple[Group, ...] = field(default=(), repr=False)
+
+    def __call__(self, named_parameters: Iterable[Any]) -> LeanOptimizer:
+        """Pairs of name and parameter, or parameters alone where there are no groups -> the optimizer."""
+        given = list(named_parameters)
+        parameters = [one[1] if isinstance(one, tuple) else one for one in given]
+        if self.groups:
+            found = dict(given)
+            parameters = [{"params": [found[name] for name in g.names], **vars(g.rule)} for g in self.groups]
+        return BUILDERS[type(self.rule)](parameters, self.rule, self.state, self.uses_up, self.seed)
+
+    @property
+    def rules(self) -> list[Rule]:
+        """The rule of each group."""
+        return [group.rule for group in self.groups] or [self.rule]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients of several microbatches could be used up as they are made."""
+        return all(is_heavy_ball(vars(rule)) for rule in self.rules)
+
+    def with_rules(self, change: Callable[[Rule], Rule]) -> "Lean":
+        """The same with each rule changed."""
+        groups = tuple(Group(group.names, change(group.rule)) for group in self.groups)
+        return replace(self, rule=change(self.rule), groups=groups)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`words` are joined by +: a form of the state (fp16, bf16, 8bit), sm3 or adafactor, no-gradient."""
+
+    words: str
+
+    def pick(self, known: Iterable[str]) -> str | None:
+        """The one of the known words that is there, if any."""
+        found = [word for word in self.words.split("+") if word in known]
+        if len(found) > 1:
+            raise ShoestringError(f"{found[0]} and {found[1]} are two forms of one thing: choose one")
+        return found[0] if found else None
+
+
+def options(task: Task) -> list[str]:
+    """What the planner tries, from the mildest on; refused with the reason where there is no lean form."""
+    rule = lean_update(task).rule
+    if not isinstance(rule, SGD | Adam):
+        return []
+    using_up = [USING_UP] if why_gradients_stay(task) is None else []
+    # Of SGD, neither factored method would need less than 8 bits do: its state has no second moment.
+    forms = ["8bit", "sm3+8bit", "adafactor"] if isinstance(rule, Adam) else ["8bit"]
+    return [*using_up, *(f"{form}{more}" for form in forms for more in ("", *(f"+{word}" for word in using_up)))]
+
+
+def risk(task: Task, words: str) -> Risk:
+    """Exact where gradients alone go; narrow state was found neutral, factored second moments change the method."""
+    settings = Settings(words)
+    if settings.pick(FACTORED):
+        return Risk.APPROXIMATE
+    return Risk.NEUTRAL if settings.pick(NARROW) else Risk.EXACT
+
+
+def refuses(task: Task, settings: Mapping[str, Any]) -> str:
+    """Why gradients cannot be used up as they are made beside another setting."""
+    words = Settings(str(settings.get("optimizer", "")))
+    if not words.pick([USING_UP]):
+        return ""
+    if settings.get("precision") == "fp16":
+        return why_gradients_stay(task.with_(scaling=Scaling())) or ""
+    if "microbatch" in settings and not changed(task, words).gathers:
+        return "gradients of several microbatches are used up as they are made with heavy-ball momentum only"
+    return ""
+
+
+def effect(task: Task, words: str) -> Effect:
+    """The state by its moments and the bytes of each; what PyTorch's optimizers make and drop is not made."""
+    settings, old = Settings(words), lean_update(task)
+    new, before = changed(task, settings), moments(old.rule) * FORM_BYTES[old.state]
+    state = moments(new.rule) * FORM_BYTES[new.state] / before if before else 1.0
+    return Effect(gradients=0.0 if settings.pick([USING_UP]) else 1.0, state=state, update=0.0)
+
+
+FORM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "8bit": 1.02}  # of a value, scales included
+
+
+def moments(rule: Any) -> int:
+    """How many numbers an optimizer keeps of each weight."""
+    return 2 if isinstance(rule, Adam) else 0 if has_no_state(rule) else 1
+
+
+def changed(task: Task, settings: Settings) -> Lean:
+    """The lean form of a task's optimizer that the words ask for."""
+    lean, kind = lean_update(task, settings.pick(FORMS)), settings.pick(FACTORED)
+    return lean.with_rules(partial(factored, kind)) if kind else lean
+
+
+def apply(task: Task, settings: Settings) -> Task:
+    """A task -> the same task with a lean optimizer."""
+    if unknown := set(settings.words.split("+")) - {*FORMS, *FACTORED, USING_UP}:
+        known = ", ".join([*NARROW, *FACTORED, USING_UP])
+        raise ShoestringError(f"there is no lean optimizer {min(unknown)!r}: use {known}, joined by +")
+    lean, kind = changed(task, settings), settings.pick(FACTORED)
+    if settings.pick([USING_UP]):
+        refuse_using_up(task)
+        lean = replace(lean, uses_up=True)
+    if all(map(has_no_state, lean.rules)) and lean.state != "fp32" and not kind and not lean.uses_up:
+        raise NoEffect(f"{lean.rule} keeps nothing that {lean.state} could make smaller: leave it out of the plan")
+    settings_now = task.settings | {"optimizer": settings.words}
+    return task.with_(optimizer=lean, settings=settings_now)
+
+
+def lean_update(task: Task, state: str | None = None) -> Lean:
+    """A task and a form of its optimizer's state (by default the one that it has) -> the lean form of its optimizer."""
+    if state is not None and state not in FORMS:
+        raise ShoestringError(f"there is no form {state!r} of optimizer state: use {', '.join(FORMS)}")
+    lean = task.optimizer if isinstance(task.optimizer, Lean) else _lean(task)
+    return lean if state is None else replace(lean, state=state)
+
+
+def _lean(task: Task) -> Lean:
+    if type(task.optimizer) in BUILDERS:
+        return Lean(task.optimizer)
+    groups = groups_of(task)
+    one_rule = len({group.rule for group in groups}) == 1
+    covers_all = sum(len(group.names) for group in groups) == len(list(trainable(task.model)))
+    return Lean(groups[0].rule, groups=() if one_rule and covers_all else groups)
+
+
+def factored(kind: str, rule: Any) -> SM3 | Adafactor:
+    """An Adam (or SGD) -> the factored method with its learning rate, momentum and weight decay."""
+    if isinstance(rule, SM3 | Adafactor):
+        return rule
+    if kind == "sm3":
+        momentum = rule.betas[0] if isinstance(rule, Adam) else rule.momentum
+        return SM3(rule.lr, momentum, rule.weight_decay)
+    if not isinstance(rule, Adam):
+        raise ShoestringError("adafactor takes the place of Adam, not of SGD: give the task Adam(...), or use sm3")
+    return Adafactor(rule.lr, relative=False, weight_decay=rule.weight_decay)
+
+
+def has_no_state(rule: Any) -> bool:
+    return isinstance(rule, Adafactor) or (isinstance(rule, SGD | SM3) and not rule.momentum)

@@ -1,0 +1,213 @@
+"""LeanOptimizer: updates one tensor at a time in FP32 arithmetic, on state of any form; gradients kept or used up.
+
+Where gradients are used up, each is taken as the backward pass makes it, and none waits for the others. That is exact
+where an update needs nothing else: one microbatch, no clipping, no loss scale. A rule that gathers (heavy-ball
+momentum) takes microbatches as well: gradients join the momentum, and the weights follow it at the end of the step.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import Diverged, ShoestringError
+from ...kernels.gradients import all_finite
+from ...kernels.moments import Moment, new_moment
+from ...kernels.update import Noise
+from ...ledger import Phase
+from ...phases import phase
+from ...task import Task
+
+SMALL = 4096  # FP32 tensors below this size (norms, biases) keep FP32 state: it is the most sensitive and costs nothing
+
+
+class LeanOptimizer(torch.optim.Optimizer):
+    """A rule is a subclass with `update`; one that gathers has `gather` and `follow` as well.
+
+    `form` is that of the moments: fp32, fp16, bf16 or 8bit. `seed` and `updates` of the groups make the random bits
+    of rounding, so they are saved with the run.
+    """
+
+    gathers = False
+    gathering_refused = "an update needs the sum of all microbatches' gradients"
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        defaults: dict[str, Any],
+        form: str = "fp32",
+        uses_up: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(parameters, defaults | {"form": form, "seed": seed, "updates": 0})
+        self.uses_up = uses_up
+        self._taken: dict[Tensor, None] = {}  # whose gradients this step has used up so far
+
+    # -- what a rule gives --------------------------------------------------------------------------------------
+    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+        """One whole update of a tensor by factor * gradient."""
+        raise NotImplementedError
+
+    def gather(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
+        """Adds one of several gradients to the state."""
+        raise NotImplementedError
+
+    def follow(self, weight: Tensor, group: dict, noise: Noise) -> None:
+        """Updates a tensor from the gradients that its state has gathered."""
+        raise NotImplementedError
+
+    def moment(self, weight: Tensor, group: dict, name: str, positive: bool = False) -> Moment:
+        """A moment by its name, made of zeros when it is first asked for."""
+        state = self.state[weight]
+        if name not in state:
+            is_small = weight.numel() < SMALL and weight.dtype == torch.float32
+            made = new_moment(weight, "fp32" if is_small else group["form"], positive)
+            state |= {name: made.values} | ({} if made.scales is None else {f"{name}_scales": made.scales})
+        return Moment(state[name], state.get(f"{name}_scales"))
+
+    # -- the step -----------------------------------------------------------------------------------------------
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """What torch.optim's optimizers do in a step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.step_by(1.0)
+        return loss
+
+    @torch.no_grad()
+    def step_by(self, factor: float) -> None:
+        """Updates all tensors that have a gradient, by factor * gradient, or whose gradients were used up."""
+        for weight, group, noise in self._numbered():
+            if weight.grad is None:
+                continue
+            if self.uses_up:
+                self._use_up(weight, group, noise)
+            else:
+                self.update(weight, group, weight.grad, factor, noise)
+        if self.gathers:
+            for weight, group, noise in self._numbered():
+                if weight in self._taken:
+                    self.follow(weight, group, noise)
+        self._taken.clear()
+        for group in self.param_groups:
+            group["updates"] += 1
+
+    def _numbered(self) -> Iterator[tuple[nn.Parameter, dict, Noise]]:
+        number = 0
+        for group in self.param_groups:
+            for weight in group["params"]:
+                yield weight, group, (group["seed"], number, group["updates"])
+                number += 1
+
+    # -- gradients that are used up as they are made --------------------------------------------------------------
+    @property
+    def contexts(self) -> tuple[Callable[[nn.Module], AbstractContextManager], ...]:
+        """What a step must enter around each pass."""
+        return (self.using_up,) if self.uses_up else ()
+
+    def begin(self, task: Task, pieces: int) -> None:
+        """Told before each step what it will do; refuses what would not be exact."""
+        if not self.uses_up:
+            return
+        if self._taken:
+            raise self._broken()
+        refuse_using_up(task)
+        if pieces > 1 and not self.gathers:
+            raise ShoestringError(
+                f"gradients of {pieces} microbatches cannot be used up as they are made, for {self.gathering_refused}: "
+                "use the whole batch, heavy-ball momentum, or keep gradients"
+            )
+
+    @contextmanager
+    def using_up(self, model: nn.Module) -> Iterator[None]:
+        """Inside, each gradient is taken as soon as the backward pass has it."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        with ExitStack() as stack:
+            for weight, group, noise in self._numbered():
+                take = self._hook(group, noise, names.get(weight, "a weight"))
+                stack.callback(weight.register_post_accumulate_grad_hook(take).remove)
+            yield
+
+    def _hook(self, group: dict, noise: Noise, name: str) -> Callable[[Tensor], None]:
+        def take(weight: Tensor) -> None:
+            with torch.no_grad(), phase(Phase.UPDATE):
+                self._check_finite(weight, name)
+                self._use_up(weight, group, noise)
+
+        return take
+
+    def _check_finite(self, weight: Tensor, name: str) -> None:
+        """Nothing that is not finite is ever used up; what came before it in this step has been."""
+        assert weight.grad is not None
+        if weight.grad.layout != torch.strided or all_finite(weight.grad):  # the update refuses other layouts
+            return
+        weight.grad = None
+        before = (
+            f"{len(self._taken)} others had been used up before it, so that weights and state are between two updates: "
+            "go on from the last save, and keep gradients, or"
+            if self._taken
+            else "the weights are as before: look at the batch, or"
+        )
+        raise Diverged(f"the gradient of {name} is not finite; {before} lower the learning rate")
+
+    def _use_up(self, weight: Tensor, group: dict, noise: Noise) -> None:
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        is_first = weight not in self._taken
+        self._taken[weight] = None
+        if self.gathers:
+            self.gather(weight, group, gradient, is_first)
+        elif is_first:
+            self.update(weight, group, gradient, 1.0, noise)
+        else:
+            raise ShoestringError(
+                f"a parameter of shape {tuple(weight.shape)} got its gradient in two parts, and the first was used up: "
+                "keep gradients, or do not checkpoint the layers that share it"
+            )
+
+    def _broken(self) -> ShoestringError:
+        return ShoestringError(
+            f"a step broke off after {len(self._taken)} gradients had been used up: weights and state are between "
+            "two updates; go on from the last save"
+        )
+
+    # -- saves --------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        if self._taken:
+            raise self._broken()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but for the types of the state: they are kept and not cast to that of the weight."""
+        saved = state_dict["param_groups"]
+        theirs, ours = ([group["form"] for group in groups] for groups in (saved, self.param_groups))
+        if theirs != ours:
+            raise ShoestringError(
+                f"the saved state is {'/'.join(theirs)} and the optimizer's is {'/'.join(ours)}: use the same form"
+            )
+        weights = [weight for weight, _, _ in self._numbered()]
+        self.state.clear()
+        for index, part in state_dict["state"].items():
+            self.state[weights[index]] = dict(part)
+        for group, values in zip(self.param_groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def refuse_using_up(task: Task) -> None:
+    """Raises where a step must see all its gradients before it may use one, with the reason."""
+    if reason := why_gradients_stay(task):
+        raise ShoestringError(f"gradients cannot be used up as they are made, for {reason}, or keep gradients")
+
+
+def why_gradients_stay(task: Task) -> str | None:
+    """A task -> what in it needs all gradients at once and what to do; None if nothing."""
+    if task.clip is not None:
+        return f"clipping to {task.clip:g} needs the norm of all: leave out clipping"
+    if task.scaling is not None:
+        return "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
+    if task.on_nonfinite == "skip":
+        return "a step that may be skipped must see all before any weight changes: use on_nonfinite='raise'"
+    return None

@@ -1,0 +1,79 @@
+"""SGD and Adam on lean state: the rules of torch.optim, a tensor at a time."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_follow, sgd_update
+from ...task import SGD, Adam
+from .base import LeanOptimizer
+
+
+def is_heavy_ball(settings: Mapping[str, Any]) -> bool:
+    """Whether momentum is all that an update follows: gradients can join it one by one."""
+    return settings.get("momentum", 0) != 0 and not settings.get("nesterov", True)
+
+
+class LeanSGD(LeanOptimizer):
+    """SGD. Heavy-ball momentum gathers: m = mu m + g1 + g2 + ... needs no gradient but the one at hand."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, uses_up: bool, seed: int) -> None:
+        super().__init__(parameters, vars(rule), form, uses_up, seed)
+        self.gathers = uses_up and all(map(is_heavy_ball, self.param_groups))
+        if any(group["nesterov"] for group in self.param_groups):
+            self.gathering_refused = "Nesterov's momentum needs the sum of their gradients beside the momentum"
+
+    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+        momentum = self.moment(weight, group, "momentum_buffer") if group["momentum"] else None
+        sgd_update(
+            weight,
+            gradient,
+            momentum,
+            lr=group["lr"],
+            mu=group["momentum"],
+            nesterov=group["nesterov"],
+            weight_decay=group["weight_decay"],
+            factor=factor,
+            noise=noise,
+        )
+
+    def gather(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
+        momentum = self.moment(weight, group, "momentum_buffer")
+        if is_first:
+            mu, decay = group["momentum"], group["weight_decay"]
+            sgd_accumulate(weight, gradient, momentum, mu=mu, weight_decay=decay)
+        else:
+            sgd_accumulate(weight, gradient, momentum)
+
+    def follow(self, weight: Tensor, group: dict, noise: Noise) -> None:
+        sgd_follow(weight, self.moment(weight, group, "momentum_buffer"), lr=group["lr"], noise=noise)
+
+
+class LeanAdam(LeanOptimizer):
+    """Adam and AdamW."""
+
+    gathering_refused = "Adam's second moment needs the square of their sum"
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: Adam, form: str, uses_up: bool, seed: int) -> None:
+        super().__init__(parameters, vars(rule), form, uses_up, seed)
+
+    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+        first = self.moment(weight, group, "exp_avg")
+        second = self.moment(weight, group, "exp_avg_sq", positive=True)
+        state = self.state[weight]
+        state["step"] = state.get("step", 0) + 1
+        adam_update(
+            weight,
+            gradient,
+            first,
+            second,
+            step=state["step"],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled"],
+            factor=factor,
+            noise=noise,
+        )
