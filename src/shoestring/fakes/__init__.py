@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..errors import ShoestringError
 from ..structure import mapped
 from ..turns import turn
-from .coo import coo
+from .sparse_tensors import coo
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
 _WHOLE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, partial)  # not looked into
