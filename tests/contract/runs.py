@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from shoestring import Task
+from shoestring.passes.boundary import release
 from shoestring.step import Stepper
 from shoestring.structure import mapped
 from shoestring.techniques.optimizer.base import LeanOptimizer
 from shoestring.techniques.precision import DTYPES, convert
-from shoestring.techniques.precision.boundary import release
 from shoestring.techniques.sparsity.conversion import convert_to_dense
 from shoestring.techniques.sparsity.layer import SparseLayer
 

@@ -12,8 +12,8 @@ from shoestring.measuring import calibration
 from shoestring.measuring.allocator import measure_allocator
 from shoestring.measuring.bounds import bounds_of
 from shoestring.measuring.calibration import calibrate, load_cache
-from shoestring.rates import Rates
 from shoestring.profiling import profile
+from shoestring.rates import Rates
 from shoestring.signature import Bound, signature_of
 
 aten = torch.ops.aten

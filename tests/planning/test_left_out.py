@@ -10,8 +10,8 @@ from torch import nn
 
 from shoestring import Adam, NoPlanFits, ShoestringError, Task
 from shoestring.planning.search import Search, plan
-from shoestring.rates import Rates
 from shoestring.profiling import profile
+from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))

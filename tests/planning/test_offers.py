@@ -11,8 +11,8 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.options import PLAIN, Option
 from shoestring.planning.search import Search, plan
-from shoestring.rates import Rates
 from shoestring.profiling import profile
+from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -10,8 +10,8 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.rehearsal import rehearse
 from shoestring.planning.search import plan
-from shoestring.rates import Rates
 from shoestring.profiling import profile
+from shoestring.rates import Rates
 
 RATES = Rates(1e11, 8e10, 1e10, 1e-5)
 

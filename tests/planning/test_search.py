@@ -9,9 +9,9 @@ from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
 from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
-from shoestring.rates import Rates
 from shoestring.planning.traces import OBJECT_BYTES
 from shoestring.profiling import profile
+from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring import SGD, Plan, Task, apply, builtin, train
+from shoestring.passes.boundary import Entry, Exit, _call
 from shoestring.passes.mode import hooked_modules
-from shoestring.techniques.precision.boundary import Entry, Exit, _call
 from shoestring.training.evaluate import Evaluation, mean_loss
 from shoestring.training.resumable import as_data
 

@@ -20,9 +20,8 @@ from ...errors import NoEffect, ShoestringError
 from ...kernels.moments import FORMS
 from ...optimizers import trainable
 from ...task import SGD, Adam, Task
-from ..precision.loss_scale import Scaling
 from ..technique import Effect, Risk
-from .base import LeanOptimizer, refuse_using_up, why_gradients_stay
+from .base import LOSS_SCALE, LeanOptimizer, refuse_using_up, why_gradients_stay
 from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .rules import Group, Rule, groups_of
 from .sgd_adam import LeanAdam, LeanSGD, is_heavy_ball
@@ -116,7 +115,7 @@ def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     if not words.pick([USING_UP]):
         return ""
     if settings.get("precision") == "fp16":
-        return why_gradients_stay(task.with_(scaling=Scaling())) or ""
+        return why_gradients_stay(task) or LOSS_SCALE
     if "microbatch" in settings and not changed(task, words).gathers:
         return "gradients of several microbatches are used up as they are made with heavy-ball momentum only"
     return ""

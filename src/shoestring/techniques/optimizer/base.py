@@ -20,6 +20,7 @@ from ...ledger import Phase
 from ...phases import phase
 from ...task import Task
 
+LOSS_SCALE = "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
 SMALL = 4096  # FP32 tensors below this size (norms, biases) keep FP32 state: it is the most sensitive and costs nothing
 
 
@@ -207,7 +208,7 @@ def why_gradients_stay(task: Task) -> str | None:
     if task.clip is not None:
         return f"clipping to {task.clip:g} needs the norm of all: leave out clipping"
     if task.scaling is not None:
-        return "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
+        return LOSS_SCALE
     if task.on_nonfinite == "skip":
         return "a step that may be skipped must see all before any weight changes: use on_nonfinite='raise'"
     return None

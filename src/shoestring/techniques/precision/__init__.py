@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ShoestringError
+from ...passes.boundary import bound
 from ...passes.mode import with_lean
 from ...task import Task
 from ..optimizer import USING_UP, lean_update
 from ..optimizer import options as optimizer_options
 from ..technique import Least, Risk
-from .boundary import bound
 from .loss_scale import Scaling
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

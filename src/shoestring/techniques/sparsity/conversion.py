@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...errors import NoEffect, ShoestringError
-from ..precision.boundary import move_boundary
+from ...passes.boundary import move_boundary
 from . import bitmap as nonzeros
 from .layer import SparseLayer
 from .layers import sparse_kind

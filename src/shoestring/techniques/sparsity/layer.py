@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...errors import ShoestringError
 from ...kernels.sparse_index import bitmap_bytes, from_bitmap, to_bitmap, validate
+from ...passes.boundary import Layer
 from . import bitmap as nonzeros
 from .initial_values import fill, record_reset
 
@@ -41,7 +42,7 @@ class NoWeight(ShoestringError, AttributeError):
     """A sparse layer's weight was read, or set; for hasattr() it is a missing attribute like any other."""
 
 
-class SparseLayer(nn.Module):
+class SparseLayer(Layer):
     """What the sparse layers share. `total` is the number of nonzeros of all layers that were made sparse together.
 
     Made from a dense layer, of which it takes settings, device, type, and the weights at the positions of the bitmap

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...passes.boundary import hooks_of_others
 from ...passes.sparse_layers import SparseConvolution, SparseMatrix, sparse_convolution, sparse_embedding, sparse_linear
-from ..precision.boundary import hooks_of_others
 from . import bitmap as nonzeros
 from .layer import SparseLayer
 

@@ -15,11 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...structure import mapped, tensors
-from ..sparsity.layer import SparseLayer
+from ..structure import mapped, tensors
+
+
+class Layer(nn.Module):
+    """A layer of our own: its floating inputs are cast to the dtype of its weights, as those of PyTorch's layers."""
+
 
 LAYERS = (
-    nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, SparseLayer,
+    nn.Linear, nn.modules.conv._ConvNd, nn.Bilinear, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, Layer,
 )  # fmt: skip
 
 
