@@ -140,7 +140,7 @@ def moments(rule: Any) -> int:
 def changed(task: Task, settings: Settings) -> Lean:
     """The lean form of a task's optimizer that the words ask for."""
     lean, kind = lean_update(task, settings.pick(FORMS)), settings.pick(FACTORED)
-    return lean.with_rules(partial(factored, kind)) if kind else lean
+    return lean.with_rules(partial(factored_form, kind)) if kind else lean
 
 
 def apply(task: Task, settings: Settings) -> Task:
@@ -175,7 +175,7 @@ def _lean(task: Task) -> Lean:
     return Lean(groups[0].rule, groups=() if one_rule and covers_all else groups)
 
 
-def factored(kind: str, rule: Any) -> SM3 | Adafactor:
+def factored_form(kind: str, rule: Any) -> SM3 | Adafactor:
     """An Adam (or SGD) -> the factored method with its learning rate, momentum and weight decay."""
     if isinstance(rule, SM3 | Adafactor):
         return rule
