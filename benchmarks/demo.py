@@ -19,9 +19,9 @@ from shoestring.measuring import measure_allocator
 from shoestring.measuring.allocator import Event, read, record, storage_bytes
 from shoestring.reporting.figures import overlay_figure
 from shoestring.reporting.plans import show_plan
-from shoestring.reporting.run_progress import progress
+from shoestring.reporting.run_progress import run_progress
 from shoestring.reporting.terminal import make_console
-from shoestring.training.job import CrossEntropy, ImageWork, Lesson, image_work
+from shoestring.training.job import CrossEntropy, ImageJob, Session, image_job
 from shoestring.training.loop import train
 from shoestring.training.schedules import schedule
 from shoestring.units import format_bytes
@@ -44,10 +44,10 @@ class Side(NamedTuple):
         return read(self.events, self.held).peak_bytes
 
 
-def work() -> ImageWork:
+def job() -> ImageJob:
     images = open_images(None, channels=3)
     task = builtin(MODEL, batch=BATCH, classes=len(images.classes), image=images.shape[1])
-    return image_work(task, images, seed=0, loss=CrossEntropy(), schedule="mostafa-wang")
+    return image_job(task, images, seed=0, loss=CrossEntropy(), schedule="mostafa-wang")
 
 
 def say(words: str = "", style: str = "") -> None:
@@ -56,20 +56,20 @@ def say(words: str = "", style: str = "") -> None:
 
 def in_turn(plans: list[Plan]) -> list[Side]:
     """Plans -> what a step under each takes, their steps taken in turn so that all meet the same machine."""
-    lessons = [work().under(plan) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in lessons]
+    sessions = [job().build(plan) for plan in plans]
+    seconds: list[list[float]] = [[] for _ in sessions]
     for number in range(1 + STEPS):
-        for lesson, taken in zip(lessons, seconds, strict=True):
+        for session, taken in zip(sessions, seconds, strict=True):
             start = time.perf_counter()
-            lesson.lean.step(lesson.data.read(0, number))
+            session.lean.step(session.data.read(0, number))
             taken += [time.perf_counter() - start] if number else []  # the first is the warm-up
-    return [side(lesson, statistics.median(taken)) for lesson, taken in zip(lessons, seconds, strict=True)]
+    return [side(session, statistics.median(taken)) for session, taken in zip(sessions, seconds, strict=True)]
 
 
-def side(lesson: Lesson, seconds: float) -> Side:
-    batch = lesson.data.read(0, 0)
-    held = storage_bytes([*lesson.lean.held(), *batch])
-    return Side(record(lambda: lesson.lean.step(batch)), held, seconds)
+def side(session: Session, seconds: float) -> Side:
+    batch = session.data.read(0, 0)
+    held = storage_bytes([*session.lean.held(), *batch])
+    return Side(record(lambda: session.lean.step(batch)), held, seconds)
 
 
 def as_ledger(side: Side) -> Ledger:
@@ -94,7 +94,7 @@ def timed(words: str, make: Callable[[], Any]) -> Any:
 def main() -> None:
     began = time.perf_counter()
     say(f"1. Plan {MODEL}, batch {BATCH}, for {BUDGET}: steps are traced, nothing runs yet.", "bold")
-    chosen = timed("planned", lambda: plan(work().task, BUDGET, risk="approximate"))
+    chosen = timed("planned", lambda: plan(job().task, BUDGET, risk="approximate"))
     show_plan(console, chosen)
 
     say(f"\n2. Compare {STEPS} steps of plain PyTorch and of the plan, taken in turn, metered.", "bold")
@@ -102,19 +102,19 @@ def main() -> None:
     overlay_figure(PICTURE, as_ledger(plain), as_ledger(lean), ("plain PyTorch", "Shoestring"))
 
     say(f"3. Train {EPOCHS} epochs of Fashion-MNIST inside the budget.", "bold")
-    lesson = work().under(chosen)
-    with progress(sys.stderr, chosen.budget_bytes) as listener:
+    session = job().build(chosen)
+    with run_progress(sys.stderr, chosen.budget_bytes) as listener:
         run = train(
-            lesson.lean,
-            lesson.data,
+            session.lean,
+            session.data,
             epochs=EPOCHS,
             run=RUN,
             listeners=[listener],
             meter=measure_allocator,
-            schedule=schedule(lesson.schedule, EPOCHS * len(lesson.data)),
-            evaluation=lesson.evaluation,
+            schedule=schedule(session.schedule, EPOCHS * len(session.data)),
+            evaluation=session.evaluation,
         )
-    rewirings = sum(hook.times for hook in lesson.lean.task.after_update)
+    rewirings = sum(hook.times for hook in session.lean.task.after_update)
     assert rewirings or not chosen.nonzero, "a sparse network that is never rewired is another method"
     measured = max(run.measured_peak_bytes or 0, lean.peak_bytes)
     budget = chosen.budget_bytes or 0

@@ -4,7 +4,7 @@ import io
 import pytest
 
 from shoestring.reporting import run_progress as module
-from shoestring.reporting.run_progress import progress
+from shoestring.reporting.run_progress import run_progress
 from shoestring.training.events import Evaluated, Updated
 
 
@@ -20,7 +20,7 @@ def update(number, peak_bytes=6_900_000):
 def test_elsewhere_than_on_a_terminal_progress_is_plain_lines(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", iter(range(0, 1000, 2)).__next__)
     file = io.StringIO()
-    with progress(file, 7_000_000) as listener:
+    with run_progress(file, 7_000_000) as listener:
         for number in range(1, 8):
             listener(update(number))
         listener(Evaluated(7, 1, "accuracy", 61.5, True))
@@ -33,7 +33,7 @@ def test_on_a_terminal_progress_is_a_bar_with_loss_quality_memory_and_time(monke
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setenv("TERM", "xterm")
     file = Terminal()
-    with progress(file, 7_000_000) as listener:
+    with run_progress(file, 7_000_000) as listener:
         listener(Evaluated(0, 1, "accuracy", 61.5, False))
         for number in range(1, 60):
             listener(update(number))
@@ -43,7 +43,7 @@ def test_on_a_terminal_progress_is_a_bar_with_loss_quality_memory_and_time(monke
 
 def test_memory_that_was_not_measured_is_not_told():
     file = io.StringIO()
-    with progress(file) as listener:
+    with run_progress(file) as listener:
         listener(update(1, peak_bytes=None))
         listener(Evaluated(1, 1, "[loss]", 2.0, False))
     assert "memory" not in file.getvalue() and "[loss] 2" in file.getvalue()

@@ -12,25 +12,25 @@ from .options import given
 if TYPE_CHECKING:
     from ..planning.plan import Plan
     from ..task import Task
-    from ..training.job import Work
+    from ..training.job import Job
 
 
 RECIPE: dict[str, Any] = {"seed": 0} | dict.fromkeys(
     ("lr", "weight_decay", "clip", "label_smoothing", "quality")
-)  # what `load_work` reads besides MODEL, its size and --data, where it is not given
+)  # what `load_job` reads besides MODEL, its size and --data, where it is not given
 
 
-def load_work(args: argparse.Namespace) -> "Work":
+def load_job(args: argparse.Namespace) -> "Job":
     """MODEL and --data -> the task on that data."""
     if is_builtin(args.model):
         return _translation(args) if args.model.startswith("dynamicconv") else _classification(args)
     return _users(args)
 
 
-def _classification(args: argparse.Namespace) -> "Work":
+def _classification(args: argparse.Namespace) -> "Job":
     from ..data import open_images
     from ..models import builtin
-    from ..training.job import CrossEntropy, image_work
+    from ..training.job import CrossEntropy, image_job
 
     _refuse(args, "tokens", "is for translation: use --batch")
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
@@ -38,14 +38,14 @@ def _classification(args: argparse.Namespace) -> "Work":
     shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
     task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
     loss = CrossEntropy(args.label_smoothing or 0.0)
-    return image_work(task, images, args.seed, loss, schedule="mostafa-wang")
+    return image_job(task, images, args.seed, loss, schedule="mostafa-wang")
 
 
-def _translation(args: argparse.Namespace) -> "Work":
+def _translation(args: argparse.Namespace) -> "Job":
     from ..data import open_pairs
     from ..models import builtin
     from ..models.dynamicconv import Settings
-    from ..training.job import pair_work
+    from ..training.job import pair_job
 
     _refuse(args, "batch", "is for images: use --tokens")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
@@ -53,13 +53,13 @@ def _translation(args: argparse.Namespace) -> "Work":
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
     task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
-    return pair_work(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
+    return pair_job(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
 
 
-def _users(args: argparse.Namespace) -> "Work":
+def _users(args: argparse.Namespace) -> "Job":
     """A user's task, if its batch is images and labels: other data is not known here."""
     from ..data import open_images
-    from ..training.job import image_work, takes_images
+    from ..training.job import image_job, takes_images
 
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
     _refuse(args, "label_smoothing", "is for built-in models: smooth the labels in your loss")
@@ -71,7 +71,7 @@ def _users(args: argparse.Namespace) -> "Work":
         )
     channels, size = task.batch[0].shape[1:3]
     images = open_images(args.data, channels=channels, size=size)
-    return image_work(task.with_(name=task.name or args.model), images, args.seed)
+    return image_job(task.with_(name=task.name or args.model), images, args.seed)
 
 
 def _refuse(args: argparse.Namespace, option: str, why: str) -> None:

@@ -63,10 +63,10 @@ def _task(args: argparse.Namespace) -> Any:
 
 def _on_data(args: argparse.Namespace) -> "Plan":
     """The plan of a run on data, whose images are in memory as bytes and whose sentences have their own lengths."""
-    from .job import RECIPE, load_work
+    from .job import RECIPE, load_job
 
-    work = load_work(argparse.Namespace(**RECIPE | vars(args)))
-    return work.adapted(make_plan(work.task, args, args.rehearse))
+    job = load_job(argparse.Namespace(**RECIPE | vars(args)))
+    return job.plan_in_tokens(make_plan(job.task, args, args.rehearse))
 
 
 def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "Plan":

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..runs.record import RunRecord
     from ..task import Task
     from ..training.apply import LeanTask
-    from ..training.job import Lesson, Work
+    from ..training.job import Job, Session
 
 EXAMPLES = (
     "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 7MB",
@@ -70,24 +70,24 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from .job import load_work
+    from .job import load_job
 
     if args.threads:
         torch.set_num_threads(args.threads)
     folder = _folder(args)
     with users_code(args.model):
-        work = load_work(args)
-        plan = _plan(args, work, folder)
-        steps = {} if args.evaluate else _plain_step(work.task, plan)  # before the plan is applied to its model
-        lesson = work.under(plan)
+        job = load_job(args)
+        plan = _plan(args, job, folder)
+        steps = {} if args.evaluate else _plain_step(job.task, plan)  # before the plan is applied to its model
+        session = job.build(plan)
         if args.evaluate:
-            answer, lines = _evaluate(args.evaluate, lesson, folder)
+            answer, lines = _evaluate(args.evaluate, session, folder)
         else:
-            settings = work.settings | given(args, "label_smoothing")
-            del work  # and with it the batch that only a prediction needs
-            lean, steps["lean" if plan.techniques() else "plain"] = _predicted(lesson.lean, args.budget)
+            settings = job.settings | given(args, "label_smoothing")
+            del job  # and with it the batch that only a prediction needs
+            lean, steps["lean" if plan.techniques() else "plain"] = _predicted(session.lean, args.budget)
             _keep_steps(folder, steps)
-            answer, lines = _train(args, lesson._replace(lean=lean), settings, folder)
+            answer, lines = _train(args, session._replace(lean=lean), settings, folder)
             page = _write_page(folder)
             answer["page"] = str(page) if page else None
             lines += [f"{'page':<10}{page}"] if page else []
@@ -113,7 +113,7 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
     return folder
 
 
-def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan":
+def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
     """The plan: of a file, of the techniques named, of the run that is resumed, or made for the budget."""
     from ..planning.plan import Plan
     from .job import read_plan
@@ -123,12 +123,12 @@ def _plan(args: argparse.Namespace, work: "Work", folder: "RunFolder") -> "Plan"
     if args.plan and techniques:
         raise ShoestringError(f"--plan and --{min(techniques)} both say what to do: give one of them")
     if args.plan:
-        return read_plan(args.plan, work.task)
+        return read_plan(args.plan, job.task)
     if techniques:
         return Plan(**techniques)
     if args.resume and folder.plan_path.exists():
-        return read_plan(folder.plan_path, work.task)
-    return work.adapted(make_plan(work.task, args, rehearse=True)) if args.budget else Plan()
+        return read_plan(folder.plan_path, job.task)
+    return job.plan_in_tokens(make_plan(job.task, args, rehearse=True)) if args.budget else Plan()
 
 
 def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:
@@ -195,23 +195,23 @@ def _predicted(lean: "LeanTask", budget_bytes: int | None) -> tuple["LeanTask", 
 Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words
 
 
-def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any], folder: "RunFolder") -> Answer:
+def _train(args: argparse.Namespace, session: "Session", settings: dict[str, Any], folder: "RunFolder") -> Answer:
     from ..measuring import measure_allocator
-    from ..reporting.run_progress import progress
+    from ..reporting.run_progress import run_progress
     from ..reporting.tensorboard import tensorboard
     from ..training.loop import train
     from ..training.recipe import Recipe
 
     length = given(args, "epochs", "updates")
-    updates = Recipe(**length).length(len(lesson.data))
+    updates = Recipe(**length).length(len(session.data))
     resume, evaluate = (_command(args, folder.path, **change) for change in ({"resume": True}, {"evaluate": "best"}))
     with ExitStack() as stack:
-        listeners = [stack.enter_context(progress(sys.stderr, lesson.lean.plan.budget_bytes))]
+        listeners = [stack.enter_context(run_progress(sys.stderr, session.lean.plan.budget_bytes))]
         if args.tensorboard:
             listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
         record = train(
-            lesson.lean,
-            lesson.data,
+            session.lean,
+            session.data,
             run=folder,
             resume=args.resume,
             listeners=listeners,
@@ -219,8 +219,8 @@ def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any],
             meter=measure_allocator,
             replan=args.replan,
             how_to_resume=resume,
-            schedule=schedule(args.schedule or lesson.schedule, updates),
-            evaluation=lesson.evaluation,
+            schedule=schedule(args.schedule or session.schedule, updates),
+            evaluation=session.evaluation,
             seed=args.seed,
             average=args.average or 0,
             save_every=args.save_every,
@@ -230,7 +230,7 @@ def _train(args: argparse.Namespace, lesson: "Lesson", settings: dict[str, Any],
     return answer, [*_summary(record), f"{'saved':<10}{folder.path}", f"{'evaluate':<10}{evaluate}"]
 
 
-def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
+def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
     """The quality of weights that a run left behind."""
     from ..runs.averaging import averaged
     from ..runs.record import read_record
@@ -243,10 +243,10 @@ def _evaluate(which: str, lesson: "Lesson", folder: "RunFolder") -> Answer:
         raise ShoestringError(f"{folder.path} holds no averaged weights: train with --average N")
     best = record.best_update if which == "best" else None
     save = newest if best is None else folder.saves.check(best)
-    restore_task(lesson.lean.task, save)
-    model, name = lesson.lean.model, lesson.evaluation.name
+    restore_task(session.lean.task, save)
+    model, name = session.lean.model, session.evaluation.name
     with averaged(model, folder.averaged_path, save) if which == "averaged" else nullcontext(model) as chosen:
-        quality = lesson.evaluation(chosen)
+        quality = session.evaluation(chosen)
     answer = {"run": str(folder.path), "weights": which, "update": save.update, name: quality}
     return answer, [f"{name} {quality:.4g} with the {which} weights, of update {save.update:,}"]
 

@@ -103,7 +103,7 @@ class Bar:
 
 
 @contextmanager
-def progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[Listener]:
+def run_progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[Listener]:
     """Where words go, and the budget -> a listener that shows how far the run is."""
     console = Console(file=file)
     if not console.is_terminal:

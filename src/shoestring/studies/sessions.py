@@ -10,21 +10,21 @@ from ..errors import ShoestringError
 from ..models import builtin
 from ..models.dynamicconv import Settings
 from ..task import Task
-from ..training.job import CrossEntropy, Lesson, Work, image_work, pair_work
+from ..training.job import CrossEntropy, Job, Session, image_job, pair_job
 from .plans import lr_multiplier, plan_of
 
 HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left to train on
 
 
-def session(job: dict[str, Any], folder: Path) -> Lesson:
+def session(job: dict[str, Any], folder: Path) -> Session:
     """Trains on all training data and is judged on the test set; a tuning job (`held_out`) sees no test set."""
     sizes = job["sizes"]
     plan = plan_of(job["settings"], next(sizes[key] for key in ("tokens", "batch") if key in sizes))
-    work = _translation(job, folder) if "tokens" in sizes else _classification(job, folder)
-    return work.under(plan)
+    made = _translation(job, folder) if "tokens" in sizes else _classification(job, folder)
+    return made.build(plan)
 
 
-def _classification(job: dict[str, Any], folder: Path) -> Work:
+def _classification(job: dict[str, Any], folder: Path) -> Job:
     images = open_images(folder, channels=3)
     if job["held_out"]:
         train, valid = held_out(images.train, HELD_OUT)
@@ -33,16 +33,16 @@ def _classification(job: dict[str, Any], folder: Path) -> Work:
     if images.shape[1] % side:
         raise ShoestringError(f"images of {images.shape[1]} pixels cannot be averaged to {side}: use a divisor")
     task = builtin(job["model"], device="meta", **job["sizes"], classes=len(images.classes))
-    return image_work(_tuned(task, job), images, job["seed"], CrossEntropy(), "mostafa-wang", images.shape[1] // side)
+    return image_job(_tuned(task, job), images, job["seed"], CrossEntropy(), "mostafa-wang", images.shape[1] // side)
 
 
-def _translation(job: dict[str, Any], folder: Path) -> Work:
+def _translation(job: dict[str, Any], folder: Path) -> Job:
     pairs = open_pairs(folder)
     if not job["held_out"]:
         pairs = replace(pairs, valid=pairs.test)  # what is evaluated
     vocabularies = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     task = builtin(job["model"], device="meta", **job["sizes"], **vocabularies)
-    return pair_work(_tuned(task, job), pairs, job["sizes"]["tokens"], job["seed"], Settings.most_positions, "bleu")
+    return pair_job(_tuned(task, job), pairs, job["sizes"]["tokens"], job["seed"], Settings.most_positions, "bleu")
 
 
 def _tuned(task: Task, job: dict[str, Any]) -> Task:

@@ -12,7 +12,7 @@ from ..structure import tensors
 from ..task import Task
 from ..techniques import REGISTRY
 
-_making = threading.Lock()  # of a stepper: two would be two optimizers
+_making = threading.Lock()  # around making a stepper: two steppers would have two optimizers
 
 
 class LeanTask:
@@ -28,14 +28,14 @@ class LeanTask:
 
     @property
     def stepper(self) -> Stepper:
-        """Made with the first step, so that a task that is only profiled allocates no optimizer."""
+        """Made at the first step, so that a task that is only profiled allocates no optimizer."""
         with _making:
             if self._stepper is None:
                 self._stepper = Stepper(self.task)
             return self._stepper
 
-    def again(self, task: Task, plan: Plan) -> "LeanTask":
-        """The same model and optimizer, in the middle of a run, under another task and plan."""
+    def continued_as(self, task: Task, plan: Plan) -> "LeanTask":
+        """The same model and optimizer under another task and plan, in the middle of a run."""
         lean = LeanTask(task, plan)
         if self._stepper is not None:
             self._stepper.task = task
@@ -53,11 +53,13 @@ class LeanTask:
 
 
 def lean_task(task: Task, plan: Plan) -> Task:
-    """A task and a plan -> the task with the plan's techniques, still a description."""
+    """A task and a plan -> the task with the plan's techniques applied, still a description."""
     wanted = plan.techniques()
     known = {technique.name for technique in REGISTRY}
     if unknown := set(wanted) - known:
-        raise ShoestringError(f"the plan asks for {sorted(unknown)[0]}, which is not there: known are {sorted(known)}")
+        raise ShoestringError(
+            f"the plan asks for {sorted(unknown)[0]}, which is no technique: use {', '.join(sorted(known))}"
+        )
     for technique in REGISTRY:
         if technique.name in wanted:
             value = wanted[technique.name]

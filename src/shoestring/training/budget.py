@@ -62,7 +62,7 @@ class Budget:
             where = getattr(self.measured, "peak_operation", "")
             raise self._over(self.peak_bytes, f"measured{f', in {where}' if where else ''}")
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Starts anew, for a step that was planned anew."""
         self.measured = None
         self._updates = self._largest = self._most_held = 0

@@ -1,4 +1,4 @@
-"""A task on real data: `under(plan)` gives the lean task, the batches to train on, and the evaluation."""
+"""A job is a task on real data; `build(plan)` makes a session of it: the lean task, its batches and its evaluation."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -16,8 +16,8 @@ from .evaluate import Data, Evaluation, accuracy, evaluating, mean_loss, within
 from .translate import bleu, translate
 
 
-class Lesson(NamedTuple):
-    """All that training takes; `schedule` is the usual one of the task."""
+class Session(NamedTuple):
+    """Everything that training needs; `schedule` is the task's usual one."""
 
     lean: LeanTask
     data: Data
@@ -25,8 +25,8 @@ class Lesson(NamedTuple):
     schedule: str
 
 
-class Work(Protocol):
-    """`settings` tell the data, for a run is resumed with the same only."""
+class Job(Protocol):
+    """A task and its data. `settings` identify the data: a run is only resumed with the same ones."""
 
     @property
     def task(self) -> Task: ...
@@ -34,11 +34,13 @@ class Work(Protocol):
     @property
     def settings(self) -> dict[str, Any]: ...
 
-    def adapted(self, plan: Plan) -> Plan:
-        """A plan that was made for the task -> the same in the units that `under` takes."""
+    def plan_in_tokens(self, plan: Plan) -> Plan:
+        """A plan made for `task` -> the plan for `build`: where batches are counted in tokens, so are microbatches."""
         ...
 
-    def under(self, plan: Plan) -> Lesson: ...
+    def build(self, plan: Plan) -> Session:
+        """Applies the plan to the task, gives a model on the meta device its weights, and opens the data."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,8 @@ class CrossEntropy:
 
 
 @dataclass(frozen=True)
-class ImageWork:
-    """Classification of images, which reach the model as floats a microbatch at a time."""
+class ImageJob:
+    """Image classification; images become floats one microbatch at a time."""
 
     task: Task
     images: Images
@@ -68,30 +70,30 @@ class ImageWork:
         counts = f"{len(self.images.train)} images to train and {len(self.images.test)} to test"
         return {"data": f"{counts}, {len(self.images.classes)} classes", "batch": self.size}
 
-    def adapted(self, plan: Plan) -> Plan:
-        return plan
+    def plan_in_tokens(self, plan: Plan) -> Plan:
+        return plan  # counted in images
 
-    def under(self, plan: Plan) -> Lesson:
+    def build(self, plan: Plan) -> Session:
         lean = apply(self.task, plan)
         materialise(lean.model, seed=self.seed)  # a model on the meta device is built straight into its lean form
         data = ImageBatches(self.images.train, self.size, self.augment, self.seed)
         test = ImageBatches(self.images.test, min(self.size, len(self.images.test)), self.augment)
-        return Lesson(lean, data, accuracy(lean.task, test, self.augment), self.schedule)
+        return Session(lean, data, accuracy(lean.task, test, self.augment), self.schedule)
 
 
-def image_work(
+def image_job(
     task: Task, images: Images, seed: int, loss: Loss | None = None, schedule: str = "constant", shrink: int = 1
-) -> ImageWork:
-    """A task on (float images, labels), and images -> the same task on those; `loss` replaces the task's.
+) -> ImageJob:
+    """A task on (float images, labels) and a data set -> the same task on that data; `loss` replaces the task's.
 
-    `shrink` averages squares of so many pixels to one: the model takes images that are so many times smaller.
+    `shrink` averages squares of `shrink` x `shrink` pixels into one, so the model takes images that much smaller.
     """
     _check_images(task, images, shrink)
     augment = Augment(images.mean, images.std, shrink=shrink)
     size = task.batch[0].shape[0]
     batch = ImageBatches(images.train, size, augment, seed).read(0, 0)
     task = task.with_(loss=on_images(loss or task.loss, augment), batch=batch, microbatches=task.microbatches)
-    return ImageWork(task, images, size, seed, augment, schedule)
+    return ImageJob(task, images, size, seed, augment, schedule)
 
 
 def takes_images(task: Task) -> bool:
@@ -103,7 +105,7 @@ def takes_images(task: Task) -> bool:
 
 
 def _check_images(task: Task, images: Images, shrink: int = 1) -> None:
-    """Refuses images of another shape than the task's, and classes that the model has no scores for."""
+    """Refuses images whose shape is not the task's, and more classes than the model has scores for."""
     channels, height, width = task.batch[0].shape[1:]
     wanted = channels, height * shrink, width * shrink
     if wanted != images.shape:
@@ -121,8 +123,8 @@ def _check_images(task: Task, images: Images, shrink: int = 1) -> None:
 
 
 @dataclass(frozen=True)
-class PairWork:
-    """Translation, in batches of `tokens`; a plan's microbatch counts tokens too, and splits no sentence."""
+class PairJob:
+    """Translation in batches of `tokens`; a plan's microbatch counts tokens too, and no sentence is split."""
 
     task: Task
     pairs: Pairs
@@ -136,8 +138,8 @@ class PairWork:
         counts = f"{len(self.pairs.train)} pairs to train and {len(self.pairs.valid)} to validate"
         return {"data": f"{counts}, {' to '.join(self.pairs.languages)}", "tokens": self.tokens}
 
-    def adapted(self, plan: Plan) -> Plan:
-        """Sentences of the example batch -> the tokens that so many are padded to; any sentence fits into it."""
+    def plan_in_tokens(self, plan: Plan) -> Plan:
+        """Sentences of the example batch -> the tokens they are padded to, and at least the longest sentence."""
         if plan.microbatch is None:
             return plan
         source, _, target = self.task.batch
@@ -146,18 +148,18 @@ class PairWork:
         sentences = [int(side.lengths().max()) for split in splits for side in (split.source, split.target)]
         return plan.with_(microbatch=max(tokens, min(max(sentences), self.longest)))
 
-    def under(self, plan: Plan) -> Lesson:
+    def build(self, plan: Plan) -> Session:
         data = token_batches(self.pairs.train, self.tokens, plan.microbatch, self.seed, self.longest)
         task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
         materialise(task.model, seed=self.seed)
         lean = LeanTask(task.with_(settings=task.settings | {"microbatch": data.microbatch}), plan)
         if self.quality == "bleu":
-            return Lesson(lean, data, self._bleu(lean.task, data.microbatch), "inverse-sqrt")
+            return Session(lean, data, self._bleu(lean.task, data.microbatch), "inverse-sqrt")
         valid = token_batches(self.pairs.valid, self.tokens, plan.microbatch, longest=self.longest)
-        return Lesson(lean, data, mean_loss(lean.task, valid), "inverse-sqrt")
+        return Session(lean, data, mean_loss(lean.task, valid), "inverse-sqrt")
 
     def _bleu(self, task: Task, tokens: int) -> Evaluation:
-        """BLEU of greedy translations of the validation sentences, as many at a time as fit a microbatch."""
+        """BLEU of greedy translations of the validation sentences, a microbatch of tokens at a time."""
         valid, task = self.pairs.valid, task.with_(batch=None)
 
         def measure(model: nn.Module) -> float:
@@ -168,14 +170,14 @@ class PairWork:
         return Evaluation("BLEU", measure)
 
 
-def pair_work(task: Task, pairs: Pairs, tokens: int, seed: int, longest: int, quality: str = "loss") -> PairWork:
-    """A translation task -> the same task on these pairs, with the largest of their batches as its example."""
+def pair_job(task: Task, pairs: Pairs, tokens: int, seed: int, longest: int, quality: str = "loss") -> PairJob:
+    """A translation task -> the same task on these pairs; its example batch is the largest of theirs."""
     (batch,) = largest(token_batches(pairs.train, tokens, None, seed, longest))
-    return PairWork(task.with_(batch=batch), pairs, tokens, seed, longest, quality)
+    return PairJob(task.with_(batch=batch), pairs, tokens, seed, longest, quality)
 
 
 def largest(data: TokenBatches) -> list[Any]:
-    """The batch with the largest microbatch, padding counted: what fits for it fits for all."""
+    """The batch with the largest microbatch, padding included: a plan that fits it fits every batch."""
     batches = (data.read(0, number) for number in range(len(data)))
     return max(batches, key=lambda pieces: max(map(ids_in, pieces)))
 

@@ -250,7 +250,7 @@ class Training:
         if self.lean.stepper.optimizer is not before:
             OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
         self._tell(Replanned(self.update, used, self.lean.plan.techniques()))
-        self.budget.forget()
+        self.budget.reset()
         settings = self.record.settings | {"techniques": self.lean.plan.techniques()}
         self.record = self.record.with_(settings=settings)
         if self.folder is not None:

@@ -29,7 +29,7 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
             if (expected := round(peak + unseen * left(split.size))) <= limit_bytes:
                 plan = lean.plan.with_(microbatch=split.size, predicted_peak_bytes=expected, predicted_bytes={})
                 settings = lean.task.settings | {"microbatch": split.size}
-                return lean.again(lean.task.with_(**items, split=split, settings=settings), plan)
+                return lean.continued_as(lean.task.with_(**items, split=split, settings=settings), plan)
     raise OverBudget("no smaller microbatch fits either: plan the run anew with `shoestring plan`, or raise the budget")
 
 

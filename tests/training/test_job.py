@@ -7,7 +7,7 @@ from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
 from shoestring.passes.mode import lean_run
-from shoestring.training.job import CrossEntropy, ids_in, image_work, largest, pair_work, takes_images
+from shoestring.training.job import CrossEntropy, ids_in, image_job, largest, pair_job, takes_images
 from shoestring.training.loop import train
 
 
@@ -22,13 +22,13 @@ def translation(pairs, **changes):
     torch.manual_seed(0)
     model = DynamicConvTransformer(Settings(len(pairs.source), len(pairs.target), **small, **still))
     task = Task(model, translation_loss, None, Adam(), items=count_target_tokens, name="translation")
-    return pair_work(task, pairs, tokens=300, seed=1, longest=1024, **changes)
+    return pair_job(task, pairs, tokens=300, seed=1, longest=1024, **changes)
 
 
 def test_a_batch_of_sentences_trains_the_same_in_microbatches_of_tokens(pairs):
     losses = []
     for plan in (Plan(), Plan(microbatch=60)):
-        lean, data, *_ = translation(pairs).under(plan)
+        lean, data, *_ = translation(pairs).build(plan)
         batch = data.read(0, 3)
         assert len(batch) > 1 or plan.microbatch is None
         losses.append([float(lean.step(batch)), float(lean.step(batch))])
@@ -36,18 +36,18 @@ def test_a_batch_of_sentences_trains_the_same_in_microbatches_of_tokens(pairs):
 
 
 def test_the_example_batch_is_the_largest_so_that_a_prediction_covers_all(pairs):
-    data = translation(pairs).under(Plan(microbatch=100)).data
+    data = translation(pairs).build(Plan(microbatch=100)).data
     found = max(map(ids_in, largest(data)))
     assert all(ids_in(piece) <= found for number in range(len(data)) for piece in data.read(0, number))
 
 
 def test_translations_are_judged_by_validation_loss_or_bleu(pairs):
-    work = translation(pairs)
-    lesson = work.under(Plan(microbatch=100))
-    record = train(lesson.lean, lesson.data, updates=20, evaluation=lesson.evaluation)
-    assert record.quality_name == "loss" and not lesson.evaluation.higher and 1 < record.quality < 6
+    job = translation(pairs)
+    session = job.build(Plan(microbatch=100))
+    record = train(session.lean, session.data, updates=20, evaluation=session.evaluation)
+    assert record.quality_name == "loss" and not session.evaluation.higher and 1 < record.quality < 6
     pytest.importorskip("sacrebleu")
-    judged = translation(pairs, quality="bleu").under(Plan())
+    judged = translation(pairs, quality="bleu").build(Plan())
     assert judged.evaluation.name == "BLEU" and judged.evaluation.higher
 
 
@@ -60,17 +60,17 @@ def test_16_bit_models_translate_under_their_contexts(pairs, monkeypatch):
         return ["word"] * len(sentences)
 
     monkeypatch.setattr("shoestring.training.job.translate", translate)
-    lesson = translation(pairs, quality="bleu").under(Plan(precision="fp16"))
-    assert lesson.evaluation(lesson.lean.model) == 0 and seen
+    session = translation(pairs, quality="bleu").build(Plan(precision="fp16"))
+    assert session.evaluation(session.lean.model) == 0 and seen
 
 
 def test_a_plan_by_sentences_becomes_one_by_tokens_that_holds_as_many(pairs):
-    work = translation(pairs)
-    length = max(part.shape[1] for part in work.task.batch)
-    assert work.adapted(Plan(microbatch=20)).microbatch == 20 * length and work.adapted(Plan()) == Plan()
-    small = work.adapted(Plan(microbatch=1))  # a long sentence needs more than one of the example batch's
+    job = translation(pairs)
+    length = max(part.shape[1] for part in job.task.batch)
+    assert job.plan_in_tokens(Plan(microbatch=20)).microbatch == 20 * length and job.plan_in_tokens(Plan()) == Plan()
+    small = job.plan_in_tokens(Plan(microbatch=1))  # a long sentence needs more than one of the example batch's
     assert small.microbatch == max(split.target.lengths().max() for split in (pairs.train, pairs.valid))
-    assert len(work.under(small).data.read(0, 0)) > 1
+    assert len(job.build(small).data.read(0, 0)) > 1
 
 
 def images_task(batch=10):
@@ -84,8 +84,8 @@ def test_images_reach_the_model_as_floats_a_microbatch_at_a_time():
     seen = []
     task = images_task()
     task.model.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
-    work = image_work(task, open_images(channels=3), seed=0)
-    lean, data, *_ = work.under(Plan(microbatch=4))
+    job = image_job(task, open_images(channels=3), seed=0)
+    lean, data, *_ = job.build(Plan(microbatch=4))
     assert data.read(0, 0)[0].dtype == torch.uint8
     seen.clear()
     lean.step(data.read(0, 0))
@@ -104,4 +104,4 @@ def test_smoothed_labels_cost_a_sure_model_more():
 def test_images_of_another_shape_are_refused():
     task = images_task().with_(batch=(torch.zeros(2, 3, 64, 64), torch.zeros(2).long()))
     with pytest.raises(ShoestringError, match=r"images of \(3, 32, 32\).* the model takes \(3, 64, 64\)"):
-        image_work(task, open_images(channels=3), seed=0)
+        image_job(task, open_images(channels=3), seed=0)
