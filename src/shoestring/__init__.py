@@ -9,7 +9,7 @@ Names are imported when they are first used, so that `shoestring --help` does no
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the one place that has it: pyproject.toml reads it here
 
 _HOMES = {
     "Task": "task",

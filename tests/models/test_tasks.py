@@ -7,7 +7,7 @@ from shoestring import SGD, Adam, ShoestringError, builtin
 from shoestring.tokens import EOS, PAD
 
 
-def test_the_image_tasks_train_as_in_the_seeds():
+def test_the_image_tasks_train_as_in_the_paper():
     task = builtin("wrn-28-2", device="meta")
     assert task.name == "wrn-28-2"
     assert task.count(task.batch) == 100

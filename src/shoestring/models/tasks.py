@@ -1,4 +1,4 @@
-"""The built-in tasks: a name and a batch size -> model, loss, random batch and the optimizer of the seeds."""
+"""The built-in tasks: a name and a batch size -> model, loss, random batch and optimizer, as in the paper."""
 
 import inspect
 import re

@@ -1,0 +1,65 @@
+"""What the files at the root say of the project is one story: version, Python, papers."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shoestring
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PAPERS = {
+    "1904.10631": (
+        "Low-Memory Neural Network Training: A Technical Report",
+        ("Sohoni", "Aberger", "Leszczynski", "Zhang", "Ré"),
+    ),
+    "2409.11902": (
+        "Less Memory Means smaller GPUs: Backpropagation with Compressed Activations",
+        ("Barley", "Fröning"),
+    ),
+}
+
+
+def test_the_version_is_written_in_one_place_and_the_build_reads_it_there(monkeypatch):
+    regex = pytest.importorskip("scikit_build_core.metadata.regex")
+    monkeypatch.chdir(ROOT)
+    how = dict(PROJECT["tool"]["scikit-build"]["metadata"]["version"])
+    assert "version" not in PROJECT["project"] and "version" in PROJECT["project"]["dynamic"]
+    assert how.pop("provider") == regex.__name__
+    assert regex.dynamic_metadata("version", how) == shoestring.__version__
+
+
+def test_the_citation_names_this_version():
+    assert re.search(r"^version: (.+)$", text("CITATION.cff"), re.MULTILINE)[1] == shoestring.__version__
+
+
+def test_readme_build_and_tools_ask_for_the_same_python():
+    (needed,) = re.findall(r">=(3\.\d+)", PROJECT["project"]["requires-python"])
+    assert f"Python {needed} or later" in text("README.md")
+    assert f"find_package(Python {needed} " in text("CMakeLists.txt")
+    assert PROJECT["tool"]["mypy"]["python_version"] == needed
+
+
+@pytest.mark.parametrize("page", ["README.md", "CITATION.cff", "docs/references.md"])
+@pytest.mark.parametrize("number", PAPERS)
+def test_both_papers_are_named_with_authors_title_and_number(page, number):
+    title, authors = PAPERS[number]
+    words = " ".join(text(page).split())
+    assert number in words and title in words
+    assert all(author in words for author in authors)
+
+
+def test_the_commits_that_blame_skips_exist():
+    listed = re.findall(r"^[0-9a-f]{40}$", text(".git-blame-ignore-revs"), re.MULTILINE)
+    assert listed
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    for commit in listed:
+        subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, check=True)
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text()
