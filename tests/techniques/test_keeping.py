@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoestring import ShoestringError
 from shoestring.passes.saved_tensors import Once, Shared, Whole, keep, keeping
@@ -117,3 +119,32 @@ def test_what_nobody_wants_any_more_is_forgotten():
     shared, x = Shared(), torch.randn(100)
     shared.once(x, Copy)
     assert not shared._kept
+
+
+ROW = torch.arange(12.0).view(3, 4)
+SAVE_THEIR_OUTPUT = {
+    "tanh": torch.tanh,
+    "softmax": lambda x: x.softmax(-1),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "cross entropy": lambda x: F.cross_entropy(x, torch.tensor([0, 1, 2]), reduction="none"),
+    "a view of it": lambda x: x.exp().t(),
+    "in place": lambda x: (x * 2).sigmoid_(),
+}
+
+
+@pytest.mark.parametrize("keeper", [Whole, lambda x: Once(Whole(x))], ids=["whole", "once"])
+@pytest.mark.parametrize("operation", SAVE_THEIR_OUTPUT.values(), ids=list(SAVE_THEIR_OUTPUT))
+def test_a_graph_that_is_dropped_before_its_backward_pass_leaves_nothing(operation, keeper):
+    w, alive = nn.Parameter(torch.ones(4)), []
+
+    def remember(tensor):
+        alive.append(StorageWeakRef(tensor.untyped_storage()))
+        return keeper(tensor)
+
+    with keeping(remember):
+        loss = operation(ROW * w).square().sum()
+    assert len(alive) > 1
+    held = {StorageWeakRef(ROW.untyped_storage()).cdata, StorageWeakRef(w.untyped_storage()).cdata}
+    assert any(not one.expired() for one in alive if one.cdata not in held)
+    del loss
+    assert all(one.expired() for one in alive if one.cdata not in held)

@@ -89,11 +89,13 @@ def keep(tensor: Tensor) -> Kept:
 def keeping(keeper: Keeper) -> Iterator[None]:
     """`keeper` decides what is kept of every tensor that is saved inside the context.
 
-    Parameters are not handed to it: the model holds them anyway.
+    Parameters are not handed to it: the model holds them anyway. Nothing has its history with it: an output that its
+    own operation saves (tanh, softmax, attention) would hold itself, in a cycle that no garbage collector sees, and a
+    graph that is dropped before its backward pass would stay for ever.
     """
 
     def pack(tensor: Tensor) -> Any:
-        return tensor if isinstance(tensor, torch.nn.Parameter) else keeper(tensor)
+        return tensor if isinstance(tensor, torch.nn.Parameter) else keeper(tensor.detach())
 
     def unpack(kept: Any) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept.take()

@@ -31,6 +31,8 @@ LARGEST_HALF = torch.finfo(torch.float16).max
 class View:
     """A view of something kept flat: gives it back with the view's shape and strides."""
 
+    __slots__ = ("base", "geometry")
+
     def __init__(self, tensor: Tensor, base: Kept) -> None:
         self.base, self.geometry = base, (tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -40,6 +42,8 @@ class View:
 
 class Half:
     """A 16-bit copy: FP16, or BF16 where a value is beyond FP16's range."""
+
+    __slots__ = ("__weakref__", "copy", "dtype", "origin")
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype = tensor.dtype
@@ -58,6 +62,8 @@ def _fits_half(tensor: Tensor) -> bool:
 
 class OnDisk:
     """A tensor in a file; `take` reads it into new memory."""
+
+    __slots__ = ("__weakref__", "device", "dtype", "file", "offset", "origin", "shape")
 
     def __init__(self, file: "Spill", tensor: Tensor) -> None:
         self.file, self.shape, self.dtype, self.device = file, tensor.shape, tensor.dtype, tensor.device
