@@ -103,7 +103,7 @@ def updates(name: str) -> dict[str, Any]:
     whose input is zero but for rounding may change a gradient visibly."""
     strategies = [Plan(checkpoint=strategy) for strategy in checkpoint.options(by_sgd(name, 0))]
     worst, refused, beside = 0.0, [], set()
-    for plan in [*strategies, Plan(keep="disk")]:
+    for plan in [*strategies, Plan(activations="offload")]:
         try:
             errors = [error_and_bound(name, plan, 0)]
             if errors[0].error > errors[0].bound:

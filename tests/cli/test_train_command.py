@@ -127,7 +127,7 @@ def test_every_technique_has_its_word_on_the_command_line(train):
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)["settings"]["techniques"]
     assert found == {"precision": "bf16", "optimizer": "8bit", "microbatch": 2}
-    refused = train("--epochs", 1, "--keep", "everything", "--run", "other")
+    refused = train("--epochs", 1, "--activations", "everything", "--run", "other")
     assert refused.code == 2 and "everything" in refused.err
 
 

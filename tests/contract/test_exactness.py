@@ -168,7 +168,7 @@ def test_a_plan_comes_back_from_its_file_and_is_what_the_task_says_of_itself(pla
     assert lean(model, plan).settings == settings.techniques()
 
 
-@pytest.mark.parametrize("plan", ["optimal", "residual-1, disk", "everything"])
+@pytest.mark.parametrize("plan", ["optimal", "residual-1, offload", "everything"])
 def test_a_plan_from_its_file_trains_to_the_same_bits(plan):
     (model, *_), settings = PLANS[plan]
     double = (model, plan) in EXACT_CELLS

@@ -95,7 +95,7 @@ def test_a_plan_changes_neither_the_task_it_was_given_nor_its_modules_between_st
 def keeps_less(plan):
     """Whether a plan keeps saved tensors in forms of its own, which it gives back once."""
     settings = PLANS[plan][1]
-    return bool(settings.checkpoint or settings.keep or settings.precision) and settings.microbatch is None
+    return bool(settings.checkpoint or settings.activations or settings.precision) and settings.microbatch is None
 
 
 @pytest.mark.parametrize(("model", "plan"), [row for row in ROWS if keeps_less(row[1])])
@@ -114,7 +114,7 @@ def test_a_second_backward_pass_is_refused(model, plan):
 NO_EFFECT = {
     "checkpoint none": ("wrn", checkpoint.apply, checkpoint.Settings("none")),
     "a microbatch of the whole batch": ("wrn", microbatch.apply, microbatch.Settings(12)),
-    "nothing that the rules of keep take": ("wrn", saved.apply, saved.parse("fc=disk")),
+    "nothing that the rules of activations take": ("wrn", saved.apply, saved.parse("fc=offload")),
     "masks without ReLU or dropout": ("vit", saved.apply, saved.parse("masks")),
 }
 
@@ -126,7 +126,9 @@ def test_what_would_change_nothing_says_so(what):
         act(task(model), settings)
 
 
-@pytest.mark.parametrize("again", [Plan(checkpoint="residual-1"), Plan(checkpoint="every-3"), Plan(keep="disk")])
+@pytest.mark.parametrize(
+    "again", [Plan(checkpoint="residual-1"), Plan(checkpoint="every-3"), Plan(activations="offload")]
+)
 def test_a_plan_on_top_of_a_plan_is_still_exact(again):
     plain = run(doubled(task("gpt")))
     first = apply(doubled(task("gpt")), Plan(checkpoint="residual-2*"))
@@ -137,7 +139,7 @@ def test_a_plan_on_top_of_a_plan_is_still_exact(again):
 
 def test_two_tasks_of_one_model_take_turns():
     given = doubled(task("wrn"))
-    plain, leans = doubled(task("wrn")), [apply(given, PLANS[plan][1]) for plan in ("residual-1", "no-bn", "disk")]
+    plain, leans = doubled(task("wrn")), [apply(given, PLANS[plan][1]) for plan in ("residual-1", "no-bn", "offload")]
     expected = Stepper(plain.with_(optimizer=STATELESS))
     for each in leans:
         torch.testing.assert_close(

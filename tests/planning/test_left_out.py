@@ -91,7 +91,8 @@ def broken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, function", [("checkpoint", "apply"), ("checkpoint", "options"), ("keep", "risk"), ("optimizer", "effect")]
+    "name, function",
+    [("checkpoint", "apply"), ("checkpoint", "options"), ("activations", "risk"), ("optimizer", "effect")],
 )
 def test_an_error_that_is_no_refusal_is_a_warning_with_the_options_name(broken, name, function):
     broken(name, ZeroDivisionError("by nothing"), (function,))

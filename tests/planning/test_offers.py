@@ -50,7 +50,7 @@ def search():
     return Search(layers(), 10**9, RATES)
 
 
-@pytest.mark.parametrize("name", ["nonzero", "precision", "optimizer", "checkpoint", "keep", "microbatch"])
+@pytest.mark.parametrize("name", ["nonzero", "precision", "optimizer", "checkpoint", "activations", "microbatch"])
 def test_every_technique_is_offered(search, name):
     values = [value for value, _ in search.candidates.offers[name]]
     assert values, name
@@ -60,8 +60,8 @@ def test_every_technique_is_offered(search, name):
 
 
 def test_what_is_kept_of_saved_tensors_is_offered_at_its_risk(search):
-    assert dict(search.candidates.offers["keep"]) == {
-        "masks": Risk.EXACT, "disk": Risk.EXACT, "half": Risk.APPROXIMATE,
+    assert dict(search.candidates.offers["activations"]) == {
+        "masks": Risk.EXACT, "offload": Risk.EXACT, "half": Risk.APPROXIMATE,
     }  # fmt: skip
 
 
@@ -84,7 +84,7 @@ EFFECTS = [
     {"precision": "bf16", "optimizer": "8bit+no-gradient"},
     {"precision": "fp16", "optimizer": "adafactor", "microbatch": 103},
     {"checkpoint": "residual-1", "optimizer": "8bit", "microbatch": 256},
-    {"keep": "disk", "microbatch": 512},
+    {"activations": "offload", "microbatch": 512},
 ]
 
 
@@ -102,7 +102,7 @@ def test_an_estimate_is_near_the_trace_and_never_far_above_it(settings, batch):
 @pytest.mark.parametrize("settings", [{}, {"checkpoint": "residual-1"}], ids=str)
 def test_the_time_of_paging_is_the_bytes_that_go_to_disk_and_back_over_its_rate(settings):
     slow, fast = (Search(layers(), 10**9, Rates(1e11, 8e10, 1e10, 1e-5, rate)) for rate in (1e8, 1e9))
-    on_disk = option(slow, **settings, keep="disk")
+    on_disk = option(slow, **settings, activations="offload")
     base = slow.traces.base(slow.traces.key(on_disk.settings))
     assert base.work.paged_bytes > 1e6
     extra = slow.seconds(on_disk) - fast.seconds(on_disk)
@@ -114,17 +114,18 @@ def test_the_time_of_paging_is_the_bytes_that_go_to_disk_and_back_over_its_rate(
 def test_where_nothing_else_is_small_enough_tensors_are_paged_out():
     task = zoo.unet()
     search = Search(task, 10**9, RATES)
-    others = [o for o in search.candidates.at(Risk.EXACT) if "keep" not in dict(o.settings)]
+    others = [o for o in search.candidates.at(Risk.EXACT) if "activations" not in dict(o.settings)]
     least = min(traced.peak_bytes for o in others if (traced := search.traces.of(o.settings)))
     on_disk = search.traces.of(search.smallest(Risk.EXACT)).peak_bytes
     assert on_disk < least
     found = plan(task, (on_disk + 3 * least) // 4, "exact", RATES)
-    assert found.keep == "disk" and found.predicted_time_ratio > 1
+    assert found.activations == "offload" and found.predicted_time_ratio > 1
 
 
 @pytest.mark.parametrize(
     "settings", [{"checkpoint": "residual-1"}, {"checkpoint": "residual-2*"}, {"checkpoint": "optimal"},
-                 {"keep": "disk"}, {"keep": "half"}, {"precision": "fp16", "checkpoint": "residual-1"}], ids=str
+                 {"activations": "offload"}, {"activations": "half"},
+                 {"precision": "fp16", "checkpoint": "residual-1"}], ids=str
 )  # fmt: skip
 @pytest.mark.parametrize("make", [layers, zoo.gpt], ids=["layers", "gpt"])
 def test_the_bound_of_an_options_time_is_no_more_than_its_time(make, settings):
@@ -164,7 +165,9 @@ def test_a_llama_of_7_billion_parameters_is_planned(budget, most):
 
 
 def test_an_option_says_its_settings():
-    assert str(Option((("keep", "disk"), ("microbatch", 2)), Risk.EXACT)) == "keep disk, microbatch 2"
+    assert (
+        str(Option((("activations", "offload"), ("microbatch", 2)), Risk.EXACT)) == "activations offload, microbatch 2"
+    )
     assert str(PLAIN) == "no technique"
 
 

@@ -75,7 +75,7 @@ def assert_same(before, after):
         (("optimizer", "8bit+no-gradient"),),
         (("precision", "fp16"), ("microbatch", 64)),
         (("nonzero", 30), ("checkpoint", "no-bn")),
-        (("keep", "disk"),),
+        (("activations", "offload"),),
     ],
     ids=str,
 )

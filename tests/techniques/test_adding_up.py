@@ -435,7 +435,9 @@ def test_it_is_asked_once_for_a_task():
     assert len(calls) == asked > 0
 
 
-@pytest.mark.parametrize("other", [{"precision": "fp16"}, {"checkpoint": "every-2"}, {"nonzero": 50}, {"keep": "half"}])
+@pytest.mark.parametrize(
+    "other", [{"precision": "fp16"}, {"checkpoint": "every-2"}, {"nonzero": 50}, {"activations": "half"}]
+)
 def test_it_is_asked_beside_other_techniques_too(other):
     torch.manual_seed(0)
 

@@ -355,7 +355,7 @@ def test_regions_whose_inputs_are_kept_in_16_bits_train(strategy):
         chain = Chain([Block() for _ in range(4)])
         return Task(chain, classify, (torch.randn(4096, WIDTH), torch.randint(3, (4096,))), SGD(lr=0.1))
 
-    plain, lean = run(wide(), 1), run(apply(wide(), Plan(checkpoint=strategy, keep="half")).task, 1)
+    plain, lean = run(wide(), 1), run(apply(wide(), Plan(checkpoint=strategy, activations="half")).task, 1)
     assert 0 < distance(lean.gradients[0], plain.gradients[0]) < 1e-3
 
 

@@ -13,11 +13,11 @@ from shoestring.training.apply import LeanTask
 
 WIDTH, ROWS = 64, 512
 PLANS = {
-    "residual-1, disk": Plan(checkpoint="residual-1", keep="disk"),
+    "residual-1, offload": Plan(checkpoint="residual-1", activations="offload"),
     "residual-2*": Plan(checkpoint="residual-2*"),
-    "optimal, half": Plan(checkpoint="optimal", keep="half"),
+    "optimal, half": Plan(checkpoint="optimal", activations="half"),
     "every-3": Plan(checkpoint="every-3"),
-    "blocks to a file": Plan(keep="[01].*=disk"),
+    "blocks to a file": Plan(activations="[01].*=offload"),
 }
 
 
@@ -148,13 +148,13 @@ def test_who_wants_a_model_that_another_thread_trains_is_refused_and_the_step_go
         told.append(meanwhile(lambda: WISHES[wish](lean)))
         return classify(model, batch)
 
-    lean = made("residual-1, disk", loss)
+    lean = made("residual-1, offload", loss)
     for _ in range(2):
         lean.step(batch())
     assert [type(error) for error in told] == [ShoestringError] * 2
     assert all("another thread has it and it is being trained there" in str(error) for error in told)
     assert all("copy.deepcopy" in str(error) for error in told)
-    assert same(weights(lean.model), trained("residual-1, disk"))
+    assert same(weights(lean.model), trained("residual-1, offload"))
 
 
 def test_a_model_is_free_again_whatever_was_raised():

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from ..errors import ShoestringError
 
-TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "keep", "microbatch")  # a plan's words
+TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "activations", "microbatch")  # a plan's words
 
 
 class WrongUsage(ShoestringError):
@@ -53,7 +53,9 @@ def add_techniques(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checkpoint", metavar="C", help="none, no-bn, every-M, residual-M, residual-M*, optimal or optimal-SIZE"
     )
-    group.add_argument("--keep", metavar="K", help="what is kept of saved tensors: disk, half, masks or rules")
+    group.add_argument(
+        "--activations", metavar="A", help="how saved activations are stored: offload, half, masks or rules"
+    )
     group.add_argument("--microbatch", type=whole_number(1, 10**9), metavar="N", help="items at a time")
 
 

@@ -21,7 +21,7 @@ class Plan:
     optimizer: str | None = None  # the form of its state
     checkpoint: str | None = None
     microbatch: int | None = None
-    keep: str | None = None  # what is kept of saved tensors
+    activations: str | None = None  # the form in which they are saved
 
     task: str = ""
     budget_bytes: int | None = None
@@ -63,4 +63,4 @@ class Plan:
 
 
 NEUTRAL = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}  # values that ask for nothing
-TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "keep", "microbatch")
+TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "activations", "microbatch")

@@ -29,7 +29,7 @@ def plan_of(settings: Mapping[str, Any], size: int) -> Plan:
         if key in settings and settings[key] != PLAIN.get(key)
     }
     if "activations" in settings:
-        values["keep"] = settings["activations"]
+        values["activations"] = settings["activations"]
     if settings.get("nonzero", 100) < 100:
         values["nonzero"] = _sparsity(settings)
     if settings.get("microbatch", size) < size:

@@ -18,7 +18,7 @@ REGISTRY = (
     ),
     Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options, price=checkpoint.price),
     Technique(
-        "keep", activations.parse, activations.apply, activations.options, activations.risk,
+        "activations", activations.parse, activations.apply, activations.options, activations.risk,
         refuses=activations.refuses, least=activations.least, price=activations.price,
     ),
     Technique(

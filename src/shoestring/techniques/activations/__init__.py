@@ -1,13 +1,13 @@
-"""What is kept of saved tensors, by rules: whole, a 16-bit copy, or a file; and one bit an element for masks.
+"""Saved activations: offloaded to a file, rounded to 16 bits, or reduced to one bit per element, chosen by rules.
 
-    keep="disk"                      every saved tensor goes to a file and comes back when it is needed; exact
-    keep="half"                      every saved tensor is kept in 16 bits; approximate
-    keep="masks"                     ReLU and dropout keep one bit an element; exact
-    keep="blocks.*=disk"             only what is saved inside these modules
-    keep="head:softmax=half,disk"    what softmax saves inside `head` in 16 bits, everything else in a file
+    activations="offload"                    every saved tensor goes to a file and comes back when it is needed; exact
+    activations="half"                       every saved tensor is rounded to 16 bits; approximate
+    activations="masks"                      ReLU and dropout save one bit per element; exact
+    activations="blocks.*=offload"           only tensors saved inside these modules
+    activations="head:softmax=half,offload"  16 bits for what softmax saves inside `head`, a file for everything else
 
-The first rule that fits decides. Parameters, buffers and what the model is called with are alive anyway and kept as
-they are, and so is what is small.
+The first matching rule decides. Parameters, buffers and the model's inputs are alive anyway and stay as they are, and
+so do small tensors.
 """
 
 import threading
@@ -36,7 +36,7 @@ from ..technique import Least, Price, Risk
 from .codecs import CODECS, View
 
 SMALL_BYTES = 64 * 1024
-EXAMPLES = 'disk, half, masks, "blocks.*=disk" or "head:softmax=half,disk"'
+EXAMPLES = 'offload, half, masks, "blocks.*=offload" or "head:softmax=half,offload"'
 
 
 class Rule(NamedTuple):
@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """The rules, the first that fits first; `masks`: ReLU and dropout keep one bit an element."""
+    """The rules, the first that fits first; `masks`: ReLU and dropout save one bit per element."""
 
     rules: tuple[Rule, ...] = ()
     masks: bool = False
@@ -57,10 +57,10 @@ class Settings:
 
 
 def parse(text: str) -> Settings:
-    """A plan's words -> the settings: "head:softmax=half,disk".
+    """A plan's words -> the settings: "head:softmax=half,offload".
 
-    >>> parse("blocks.*=disk").rules
-    (Rule(module='blocks.*', operation='*', codec='disk'),)
+    >>> parse("blocks.*=offload").rules
+    (Rule(module='blocks.*', operation='*', codec='offload'),)
     """
     parts = [part.strip() for part in text.split(",")]
     rules = tuple(_rule(part) for part in parts if part != "masks")
@@ -82,19 +82,19 @@ def risk(task: Task, text: str) -> Risk:
 
 def options(task: Task) -> list[str]:
     """What the planner tries: everything by one rule."""
-    return ["masks", "disk", "half"]
+    return ["masks", "offload", "half"]
 
 
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     """Why a way to keep saved tensors does nothing beside a plan's other settings, or nothing that is worth it."""
-    keep, checkpoint = settings.get("keep"), str(settings.get("checkpoint", ""))
-    if keep == "masks" and (checkpoint or "precision" in settings):
-        return "checkpointing and 16 bits keep one bit an element of ReLU and dropout already"
-    if keep == "half" and "precision" in settings:
+    activations, checkpoint = settings.get("activations"), str(settings.get("checkpoint", ""))
+    if activations == "masks" and (checkpoint or "precision" in settings):
+        return "checkpointing and 16 bits save one bit per element of ReLU and dropout already"
+    if activations == "half" and "precision" in settings:
         return "what is saved has 16 bits already"
     smallest = "residual-1*" if has_norms(task.model) else "residual-1"
-    if keep == "disk" and checkpoint not in ("", "no-bn", smallest, "every-4"):
-        return f"with what is kept on disk, {smallest} or every-4 needs as little and does less again"
+    if activations == "offload" and checkpoint not in ("", "no-bn", smallest, "every-4"):
+        return f"with activations offloaded, {smallest} or every-4 needs as little memory and recomputes less"
     return ""
 
 
@@ -105,7 +105,7 @@ def least(task: Task, text: str) -> Least:
 
 def price(task: Task, text: str) -> Price | None:
     """Masks may be faster than what they replace."""
-    return None if text == "masks" else Price(None, "disk" if text == "disk" else "memory")
+    return None if text == "masks" else Price(None, "disk" if text == "offload" else "memory")
 
 
 def apply(task: Task, settings: Settings) -> Task:
@@ -114,18 +114,20 @@ def apply(task: Task, settings: Settings) -> Task:
         task = _with_masks(task)
     if settings.rules:
         task = _with_rules(task, settings.rules)
-    return task.with_(settings=task.settings | {"keep": settings.text})
+    return task.with_(settings=task.settings | {"activations": settings.text})
 
 
 def _with_masks(task: Task) -> Task:
     if any(isinstance(context, LeanPass) and context.lean.masks for context in task.contexts):
-        raise NoEffect("checkpointing keeps one bit an element of ReLU and dropout already: leave out keep masks")
+        raise NoEffect(
+            "checkpointing saves one bit per element of ReLU and dropout already: leave out activations masks"
+        )
     lean, _ = with_lean(task, fuse=False, masks=True, products=False)
     before, after = saved_bytes(task), saved_bytes(lean)
     if after >= before:
         raise NoEffect(
             f"{type(task.model).__name__} would save {after} bytes with masks and saves {before} without: it has no "
-            "ReLU or dropout that keeps more than it must; leave out keep masks"
+            "ReLU or dropout that saves more than it must; leave out activations masks"
         )
     return lean
 
@@ -134,12 +136,14 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
     for rule in rules:
         if not any(fnmatchcase(path, rule.module) for path, _ in task.model.named_modules()):
             near = ", ".join(path for path, _ in list(task.model.named_modules())[1:6])
-            raise ShoestringError(f"the model has no module {rule.module!r} for keep: its modules are {near}, ...")
+            raise ShoestringError(
+                f"the model has no module {rule.module!r} for activations: its modules are {near}, ..."
+            )
     lean = task.with_(contexts=(*task.contexts, SavedPass(rules)))
     if not rehearse(lean):
         raise NoEffect(
-            f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under keep's "
-            "rules: leave it out, or name other modules"
+            f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under the "
+            "rules of activations: leave them out, or name other modules"
         )
     return lean
 

@@ -80,7 +80,7 @@ class Spill:
 
     def __init__(self, folder: str) -> None:
         self.folder, self.end = folder, 0
-        self.file = _telling(folder, lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - `disk` closes
+        self.file = _telling(folder, lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115 - `offload` closes
 
     def write(self, tensor: Tensor) -> int:
         """Adds a tensor -> where it begins in the file."""
@@ -169,7 +169,7 @@ def half() -> Iterator[Keeper]:
 
 
 @contextmanager
-def disk() -> Iterator[Keeper]:
+def offload() -> Iterator[Keeper]:
     """Opens a file for the pass."""
     spill = Spill(spill_folder())
     with spill.file:
@@ -198,6 +198,6 @@ CODECS = {
     for codec in (
         Codec("whole", whole, _any, Risk.EXACT),
         Codec("half", half, _wide, Risk.APPROXIMATE),
-        Codec("disk", disk, _any, Risk.EXACT),
+        Codec("offload", offload, _any, Risk.EXACT),
     )
 }

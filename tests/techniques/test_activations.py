@@ -47,16 +47,16 @@ def spilled(rules, loss, model=None):
     model = model or nn.Module()
     with SavedPass(parse(rules).rules)(model) as saver:
         kept = loss()
-        keeper = saver.keepers["disk"]
+        keeper = saver.keepers["offload"]
         assert kept is not None
         return keeper.args[0].end, saver.taken
 
 
 # -- words ----------------------------------------------------------------------------------------------------------
 def test_a_plans_words_are_rules_in_order():
-    settings = parse("blocks.*=disk, head:softmax=half,whole")
+    settings = parse("blocks.*=offload, head:softmax=half,whole")
     assert settings.rules == (
-        Rule("blocks.*", "*", "disk"),
+        Rule("blocks.*", "*", "offload"),
         Rule("head", "softmax", "half"),
         Rule("*", "*", "whole"),
     )
@@ -65,77 +65,79 @@ def test_a_plans_words_are_rules_in_order():
     assert not parse("masks").rules
 
 
-@pytest.mark.parametrize("text", ["zip", "blocks.*=zip", "", "disk,"])
+@pytest.mark.parametrize("text", ["zip", "blocks.*=zip", "", "offload,"])
 def test_an_unknown_codec_is_refused_with_those_that_exist(text):
-    with pytest.raises(ShoestringError, match=r"nothing can be kept by .*: use disk, half, masks"):
-        apply(task(), Plan(keep=text))
+    with pytest.raises(ShoestringError, match=r"nothing can be kept by .*: use offload, half, masks"):
+        apply(task(), Plan(activations=text))
 
 
 def test_a_module_that_does_not_exist_is_refused_with_those_that_do():
     with pytest.raises(ShoestringError, match=r"no module 'third\.\*' .* its modules are first, first\.0"):
-        apply(task(), Plan(keep="third.*=disk"))
+        apply(task(), Plan(activations="third.*=offload"))
 
 
 def test_the_risk_is_that_of_the_worst_codec():
-    assert saved.risk(task(), "disk") == saved.risk(task(), "masks") == Risk.EXACT
-    assert saved.risk(task(), "first=half,disk") == Risk.APPROXIMATE
+    assert saved.risk(task(), "offload") == saved.risk(task(), "masks") == Risk.EXACT
+    assert saved.risk(task(), "first=half,offload") == Risk.APPROXIMATE
 
 
 def test_where_nothing_large_is_saved_it_has_no_effect():
-    with pytest.raises(NoEffect, match="nothing of 65536 bytes or more falls under keep's rules"):
-        apply(task(rows=8), Plan(keep="disk"))
+    with pytest.raises(NoEffect, match="nothing of 65536 bytes or more falls under the rules of activations"):
+        apply(task(rows=8), Plan(activations="offload"))
 
 
 def test_a_rule_for_an_operation_that_saves_nothing_has_no_effect():
     with pytest.raises(NoEffect):
-        apply(task(), Plan(keep=":conv2d=disk"))
+        apply(task(), Plan(activations=":conv2d=offload"))
 
 
 # -- what is taken --------------------------------------------------------------------------------------------------
 def test_rules_choose_by_module():
     model, x = Net(), torch.randn(ROWS, WIDTH)
-    assert spilled("first=disk", lambda: model(x), model) == (0, 0)  # the container itself saves nothing
-    assert spilled("first.*=disk", lambda: model(x), model) == (MAP, 1)  # tanh's output; x is the caller's
-    assert spilled("second.*=disk", lambda: model(x), model) == (2 * MAP, 2)  # the linear's input, sigmoid's output
+    assert spilled("first=offload", lambda: model(x), model) == (0, 0)  # the container itself saves nothing
+    assert spilled("first.*=offload", lambda: model(x), model) == (MAP, 1)  # tanh's output; x is the caller's
+    assert spilled("second.*=offload", lambda: model(x), model) == (2 * MAP, 2)  # the linear's input, sigmoid's output
 
 
 def test_rules_choose_by_operation():
     model, x = Net(), torch.randn(ROWS, WIDTH)
-    assert spilled(":tanh=disk", lambda: model(x), model) == (MAP, 1)
-    assert spilled("*:linear=disk", lambda: model(x), model) == (MAP, 1)
-    assert spilled("second.0:linear=disk", lambda: model(x), model) == (MAP, 1)
-    assert spilled("first.0:linear=disk", lambda: model(x), model) == (0, 0)
+    assert spilled(":tanh=offload", lambda: model(x), model) == (MAP, 1)
+    assert spilled("*:linear=offload", lambda: model(x), model) == (MAP, 1)
+    assert spilled("second.0:linear=offload", lambda: model(x), model) == (MAP, 1)
+    assert spilled("first.0:linear=offload", lambda: model(x), model) == (0, 0)
 
 
 def test_the_first_rule_that_fits_decides():
     model, x = Net(), torch.randn(ROWS, WIDTH)
-    assert spilled("second.*=whole,disk", lambda: model(x), model)[1] == 2  # tanh's output, for tanh and for the norm
+    assert (
+        spilled("second.*=whole,offload", lambda: model(x), model)[1] == 2
+    )  # tanh's output, for tanh and for the norm
 
 
 def test_a_tensor_that_two_operations_save_is_in_the_file_once():
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     y = x * 2
-    assert spilled("disk", lambda: (y.tanh(), y.sin(), y.cos())) == (2 * MAP, 3)  # tanh's output, and y once
+    assert spilled("offload", lambda: (y.tanh(), y.sin(), y.cos())) == (2 * MAP, 3)  # tanh's output, and y once
 
 
 def test_what_the_model_holds_and_is_called_with_stays():
     model, x = nn.Linear(WIDTH, 2 * ROWS), torch.randn(ROWS, WIDTH)
     assert model.weight.nbytes >= saved.SMALL_BYTES
-    assert spilled("disk", lambda: F.linear(x.requires_grad_(), model.weight.t().t()), model)[0] == MAP
-    assert spilled("disk", lambda: model(x.detach()), model) == (0, 0)
+    assert spilled("offload", lambda: F.linear(x.requires_grad_(), model.weight.t().t()), model)[0] == MAP
+    assert spilled("offload", lambda: model(x.detach()), model) == (0, 0)
 
 
 def test_of_a_view_the_smaller_is_kept_the_view_or_its_base():
     base = torch.randn(4, ROWS, WIDTH, requires_grad=True) * 1
-    assert spilled("disk", lambda: base[1].sin()) == (MAP, 1)  # a quarter of the base
-    assert spilled("disk", lambda: base.transpose(0, 1).sin()) == (4 * MAP, 1)
+    assert spilled("offload", lambda: base[1].sin()) == (MAP, 1)  # a quarter of the base
+    assert spilled("offload", lambda: base.transpose(0, 1).sin()) == (4 * MAP, 1)
     row = torch.randn(ROWS, WIDTH, requires_grad=True) * 1
-    assert spilled("disk", lambda: row.expand(8, ROWS, WIDTH).sin()) == (MAP, 1)  # the base is an eighth
+    assert spilled("offload", lambda: row.expand(8, ROWS, WIDTH).sin()) == (MAP, 1)  # the base is an eighth
 
 
 def test_views_come_back_with_their_strides():
     x = torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("disk").rules)(nn.Module()) as saver:
+    with SavedPass(parse("offload").rules)(nn.Module()) as saver:
         back = saver.keep(x.t()).take()
     assert torch.equal(back, x.t())
     assert back.stride() == x.t().stride()
@@ -143,7 +145,7 @@ def test_views_come_back_with_their_strides():
 
 def test_a_small_view_does_not_hold_its_base():
     x = torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("disk").rules)(nn.Module()) as saver:
+    with SavedPass(parse("offload").rules)(nn.Module()) as saver:
         back = saver.keep(x[0]).take()
     assert torch.equal(back, x[0])
     assert back.untyped_storage().nbytes() == 4 * WIDTH
@@ -151,12 +153,12 @@ def test_a_small_view_does_not_hold_its_base():
 
 # -- what comes back ------------------------------------------------------------------------------------------------
 def test_a_step_that_pages_out_has_the_same_bits():
-    plain, lean = gradients(task()), gradients(apply(task(), Plan(keep="disk")).task)
+    plain, lean = gradients(task()), gradients(apply(task(), Plan(activations="offload")).task)
     assert all(torch.equal(a, b) for a, b in zip(plain, lean, strict=True))
 
 
 def test_a_step_in_16_bits_is_near():
-    plain, lean = gradients(task()), gradients(apply(task(), Plan(keep="half")).task)
+    plain, lean = gradients(task()), gradients(apply(task(), Plan(activations="half")).task)
     assert 0 < distance(lean, plain) < 1e-3
 
 
@@ -182,24 +184,24 @@ def test_masks_keep_a_bit_and_the_gradients_to_the_bit():
     def model():
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.ReLU(), nn.Dropout(0.1))
 
-    lean = apply(task(model()), Plan(keep="masks")).task
+    lean = apply(task(model()), Plan(activations="masks")).task
     assert saved.saved_bytes(lean) < 0.5 * saved.saved_bytes(task(model()))
     torch.manual_seed(0)
     plain_model, lean_model = model(), model()
     lean_model.load_state_dict(plain_model.state_dict())
-    plain, found = gradients(task(plain_model)), gradients(apply(task(lean_model), Plan(keep="masks")).task)
+    plain, found = gradients(task(plain_model)), gradients(apply(task(lean_model), Plan(activations="masks")).task)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
 def test_masks_without_relu_or_dropout_have_no_effect():
     with pytest.raises(NoEffect, match=r"Net would save .* no ReLU or dropout"):
-        apply(task(), Plan(keep="masks"))
+        apply(task(), Plan(activations="masks"))
 
 
 def test_masks_beside_checkpointing_have_no_effect():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(3)))
     with pytest.raises(NoEffect, match="already"):
-        apply(task(model), Plan(checkpoint="residual-1", keep="masks"))
+        apply(task(model), Plan(checkpoint="residual-1", activations="masks"))
 
 
 def test_what_a_region_keeps_goes_to_the_file_too():
@@ -207,7 +209,7 @@ def test_what_a_region_keeps_goes_to_the_file_too():
         torch.manual_seed(0)
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
 
-    lean = apply(task(blocks()), Plan(checkpoint="residual-1", keep="disk")).task
+    lean = apply(task(blocks()), Plan(checkpoint="residual-1", activations="offload")).task
     assert saved.rehearse(lean) == 4  # three blocks' inputs (the first one's is the caller's), and the square's
     plain, found = gradients(task(blocks())), gradients(lean)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
@@ -217,16 +219,16 @@ def test_what_a_region_keeps_goes_to_the_file_too():
 def test_the_file_has_no_name_and_is_gone_after_the_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     model, x = Net(), torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("disk").rules)(model) as saver:
+    with SavedPass(parse("offload").rules)(model) as saver:
         loss = model(x).sum()
         assert not list(tmp_path.iterdir())
         loss.backward()
-    assert saver.keepers["disk"].args[0].file.closed
+    assert saver.keepers["offload"].args[0].file.closed
 
 
 def test_a_full_disk_is_told_and_the_next_step_works(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    lean = apply(task(), Plan(keep="disk"))
+    lean = apply(task(), Plan(activations="offload"))
     real, left = os.pwrite, [MAP]
 
     def pwrite(file, data, offset):
@@ -247,7 +249,7 @@ def test_a_full_disk_is_told_and_the_next_step_works(tmp_path, monkeypatch):
 def test_a_folder_that_is_missing_is_told(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere/at/all")
     with pytest.raises(ShoestringError, match="cannot page activations out to /nowhere/at/all"):
-        apply(task(), Plan(keep="disk"))
+        apply(task(), Plan(activations="offload"))
 
 
 def test_a_file_that_ends_early_is_told(tmp_path):
