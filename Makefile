@@ -21,7 +21,7 @@ test-zoo: $(READY)
 # A quick set on the oldest and the newest PyTorch that pyproject.toml declares: 4 GB each where they come with CUDA.
 TORCHES := 2.8.0 2.15.0
 QUICK := tests/measuring tests/profiling/test_limits.py tests/profiling/test_values.py tests/profiling/test_unharmed.py \
-  tests/profiling/test_as_measured.py tests/kernels/test_norm.py tests/techniques/test_frames.py \
+  tests/profiling/test_as_measured.py tests/kernels/test_norm.py tests/techniques/test_regions.py \
   tests/techniques/test_checkpoint.py tests/techniques/test_microbatch.py
 test-versions:
 	for torch in $(TORCHES); do \

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shoestring import SGD, Adam
-from shoestring.techniques.optimizer import Lean
+from shoestring.techniques.optimizer import LeanSettings
 from shoestring.techniques.optimizer.factored import SM3, Adafactor
 
 Maker = Callable[[Iterable[nn.Parameter]], Any]
@@ -28,8 +28,8 @@ ADAM, MOMENTUM = Adam(lr=1e-3), SGD(lr=1e-3, momentum=0.9)
 
 def ours() -> dict[str, Maker]:
     forms = ("fp32", "fp16", "bf16", "8bit")
-    made: dict[str, Maker] = {f"ours, Adam {form}": Lean(ADAM, form) for form in forms}
-    made |= {f"ours, SGD {form}": Lean(MOMENTUM, form) for form in forms}
+    made: dict[str, Maker] = {f"ours, Adam {form}": LeanSettings(ADAM, form) for form in forms}
+    made |= {f"ours, SGD {form}": LeanSettings(MOMENTUM, form) for form in forms}
     return made | {"ours, SM3": SM3(), "ours, Adafactor": Adafactor()}
 
 

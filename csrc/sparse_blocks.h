@@ -34,11 +34,11 @@ struct Nonzeros {
   int64_t bins() const { return chunks * groups; }  // of a line
 };
 
-constexpr int FOUR = 4;
-inline int64_t round_to_four(int64_t count) { return (count + FOUR - 1) / FOUR * FOUR; }
+constexpr int UNROLL = 4;
+inline int64_t round_to_four(int64_t count) { return (count + UNROLL - 1) / UNROLL * UNROLL; }
 
 // Entries [starts[b], starts[b + 1]) are those of bin b = ((line - first) * chunks + chunk) * groups + group. Every bin
-// is filled up to a multiple of FOUR by entries that read the channel after the last, which is zero, and have weight 0
+// is filled up to a multiple of UNROLL by entries that read the channel after the last, which is zero, and have weight 0
 // or rank -1.
 class Blocks {
  public:
@@ -52,7 +52,7 @@ class Blocks {
 
   Blocks(const Nonzeros& nonzeros, int64_t channel_bytes, int64_t lines, int64_t budget, Arena& arena)
       : from(nonzeros), channel_bytes(channel_bytes) {
-    const int64_t slack = from.bins() * (FOUR - 1), longest = from.channels() * from.kernel + slack;
+    const int64_t slack = from.bins() * (UNROLL - 1), longest = from.channels() * from.kernel + slack;
     capacity = std::min(std::max(budget, longest), from.count + lines * slack);
     const int64_t average = from.count / std::max<int64_t>(1, from.lines()) + slack / 2 + 1;
     most_lines = std::max<int64_t>(1, std::min(lines, capacity / average));
@@ -75,7 +75,7 @@ class Blocks {
   // Offsets are 32 bits, as are numbers of entries; the entries of one chunk are counted in a field.
   bool countable() const {
     return (from.channels() + 1) * channel_bytes <= UINT32_MAX && capacity <= INT32_MAX && from.count <= INT32_MAX &&
-           (from.transposed || chunk_length() + from.groups * FOUR <= MASK);
+           (from.transposed || chunk_length() + from.groups * UNROLL <= MASK);
   }
   int64_t height() const { return most_lines; }  // no block has more
   int64_t entries() const { return starts[(last - first) * from.bins()]; }
@@ -150,7 +150,7 @@ class Blocks {
 
   template <class Payload, class Out>
   void fill_from_rows(Payload payload, Out* out) {
-    const int64_t slack = from.groups * (FOUR - 1);
+    const int64_t slack = from.groups * (UNROLL - 1);
     int64_t start = 0, bin = 0;
     for (int64_t line = first; line < last; ++line) {
       const Cursor before = cursor;
@@ -202,7 +202,7 @@ class Blocks {
       slots |= (start - origin) << (FIELD * group);
       starts[bin] = static_cast<int32_t>(start);
       start = round_to_four(start + count);
-      if (count) clear(start - FOUR, start, out);
+      if (count) clear(start - UNROLL, start, out);
     }
     for (int64_t i = 0; i < n; ++i) {
       const Column column = column_of[positions[i]];

@@ -38,7 +38,7 @@ int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, Split split
 
 // One tile of one line, whose bins start at `starts`: V is the number of vectors in a row, 0 where it is flat.
 template <int V, int NV>
-IN_PLACE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const int32_t* starts, const char* base) {
+ALWAYS_INLINE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const int32_t* starts, const char* base) {
   int64_t entry = starts[0];
   if constexpr (V == 0) {
     accumulate(sum, blocks, entry, starts[1], base);
@@ -66,23 +66,23 @@ void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile,
   const int64_t classes = g.classes(), chunks = g.chunks(), shifts = g.shifts(), bins = chunks * classes * shifts;
   const int64_t stretch = tile.rows.begin * g.row + tile.start;
   const char* base = reinterpret_cast<const char*>(space.source + tile.start);
-  const Lie lie = lie_of<V, NV>(g, tile);
+  const Placement placement = placement_of<V, NV>(g, tile);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int32_t* starts = blocks.starts + chunk * classes * shifts;
     T* line_out = out + blocks.first * map;
     for (int64_t line = 0; line < lines; ++line, starts += bins, line_out += map) {
       float* sums = space.sums + (chunks > 1 ? line * classes * LANES * NV : 0);
-      if (lie == Lie::STRETCH) prefetch_tile<NV, true>(line_out + AHEAD * map + stretch);
+      if (placement == Placement::STRETCH) prefetch_tile<NV, true>(line_out + AHEAD * map + stretch);
       for (int64_t klass = 0; klass < classes; ++klass, sums += LANES * NV) {
         Vector sum[NV] = {};
         convolve_tile<V>(sum, blocks, starts + klass * shifts, base);
         if (chunk > 0) add_tile(sum, sums);
         if (bias && chunk + 1 == chunks) add_to_tile(sum, bias[blocks.first + line]);
-        if (chunk + 1 == chunks && lie == Lie::STRETCH) {
+        if (chunk + 1 == chunks && placement == Placement::STRETCH) {
           keep_tile(sum, line_out + stretch);
         } else {
           keep_tile(sum, sums);
-          if (chunk + 1 == chunks) store_apart<T, V, NV>(g, tile, lie, sums, line_out, klass);
+          if (chunk + 1 == chunks) store_apart<T, V, NV>(g, tile, placement, sums, line_out, klass);
         }
       }
     }
@@ -96,13 +96,13 @@ void dot_lines(const Geometry& g, const Workspace& space, const Tile& tile, cons
   const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
   const int64_t chunks = g.chunks(), shifts = g.shifts(), stretch = tile.rows.begin * g.row + tile.start;
   const char* base = reinterpret_cast<const char*>(space.source + tile.start);
-  const Lie lie = lie_of<V, NV>(g, tile);
+  const Placement placement = placement_of<V, NV>(g, tile);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int32_t* starts = blocks.starts + chunk * shifts;
     const T* line_gradient = gradient + blocks.first * map;
     for (int64_t line = 0; line < lines; ++line, starts += chunks * shifts, line_gradient += map) {
       Vector whole[NV];
-      if (lie == Lie::STRETCH) {
+      if (placement == Placement::STRETCH) {
         prefetch_tile<NV, false>(line_gradient + AHEAD * map + stretch);
         load_tile(whole, line_gradient + stretch);
       } else {

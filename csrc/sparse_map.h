@@ -9,20 +9,20 @@ struct Tile {
   Range rows;
 };
 
-enum class Lie {
+enum class Placement {
   STRETCH,   // a stretch of the map's memory: rows without margins, one class
   ZIPPED,    // the columns of two classes alternate in a stretch of every `classes`-th row
   SCATTERED  // pixel by pixel
 };
 
 template <int V, int NV>
-Lie lie_of(const Geometry& g, const Tile& tile) {
+Placement placement_of(const Geometry& g, const Tile& tile) {
   const bool whole = (tile.rows.end - tile.rows.begin) * g.row - tile.start >= LANES * NV;
-  if (whole && g.classes() == 1 && g.row == g.w.written_size()) return Lie::STRETCH;
+  if (whole && g.classes() == 1 && g.row == g.w.written_size()) return Placement::STRETCH;
   if (whole && V > 0 && g.w.classes() == 2 && 2 * g.row == g.w.written_size() &&
       g.h.written_size() % g.h.classes() == 0)
-    return Lie::ZIPPED;
-  return Lie::SCATTERED;
+    return Placement::ZIPPED;
+  return Placement::SCATTERED;
 }
 
 // visit(float of the tile, pixel of the map) for every pixel of a tile that exists.
@@ -57,11 +57,11 @@ void zip(const Geometry& g, const Tile& tile, const float* even, T* map, int64_t
 
 // A tile of one line and class that is not a stretch: `floats` holds it, after those of the line's other classes.
 template <class T, int V, int NV>
-void store_apart(const Geometry& g, const Tile& tile, Lie lie, const float* floats, T* map, int64_t klass) {
+void store_apart(const Geometry& g, const Tile& tile, Placement placement, const float* floats, T* map, int64_t klass) {
   if constexpr (V > 0) {
-    if (lie == Lie::ZIPPED && klass % 2) return zip<T, V, NV>(g, tile, floats - LANES * NV, map, klass);
+    if (placement == Placement::ZIPPED && klass % 2) return zip<T, V, NV>(g, tile, floats - LANES * NV, map, klass);
   }
-  if (lie == Lie::SCATTERED) scatter<T, NV>(g, tile, floats, map, klass);
+  if (placement == Placement::SCATTERED) scatter<T, NV>(g, tile, floats, map, klass);
 }
 
 template <class T, int NV>

@@ -8,13 +8,13 @@
 #include "sparse_blocks.h"
 
 // Tiles are arrays that must stay in registers, so whatever takes one is expanded in place.
-#define IN_PLACE inline __attribute__((always_inline))
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
 typedef float Quarter __attribute__((vector_size(16)));
 
 // Four floats in both halves of a vector.
-IN_PLACE Vector load_twice(const float* p) {
+ALWAYS_INLINE Vector load_twice(const float* p) {
 #if defined(__AVX__)
   Vector twice;  // written out: from the intrinsic, too, compilers make a load for each of the four
   asm("vbroadcastf128 %1, %0" : "=x"(twice) : "m"(*reinterpret_cast<const Quarter*>(p)));
@@ -28,7 +28,7 @@ IN_PLACE Vector load_twice(const float* p) {
 
 // sum += weight * source. Two loads in one cycle must not meet in the same half of their cache lines, so neighbours are
 // loaded one after the other: compilers would change the order.
-IN_PLACE void multiply_add(Vector& sum, Vector weight, const Unaligned* source) {
+ALWAYS_INLINE void multiply_add(Vector& sum, Vector weight, const Unaligned* source) {
 #if defined(__FMA__)
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(weight), "m"(*source));
 #else
@@ -36,7 +36,7 @@ IN_PLACE void multiply_add(Vector& sum, Vector weight, const Unaligned* source) 
 #endif
 }
 
-IN_PLACE Vector multiply(Vector weight, const Unaligned* source) {
+ALWAYS_INLINE Vector multiply(Vector weight, const Unaligned* source) {
 #if defined(__FMA__)
   Vector product;
   asm volatile("vmulps %2, %1, %0" : "=x"(product) : "x"(weight), "m"(*source));
@@ -47,14 +47,14 @@ IN_PLACE Vector multiply(Vector weight, const Unaligned* source) {
 }
 
 // The address is made once: adding an index in each of the loads is slower.
-IN_PLACE const Unaligned* source_at(const char* base, uint64_t offset) {
+ALWAYS_INLINE const Unaligned* source_at(const char* base, uint64_t offset) {
   base += offset;
   asm("" : "+r"(base));
   return reinterpret_cast<const Unaligned*>(base);
 }
 
 template <int NV>
-IN_PLACE void add_scaled(Vector (&sum)[NV], Vector weight, const Unaligned* source) {
+ALWAYS_INLINE void add_scaled(Vector (&sum)[NV], Vector weight, const Unaligned* source) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) multiply_add(sum[v], weight, source + v);
 }
@@ -62,10 +62,10 @@ IN_PLACE void add_scaled(Vector (&sum)[NV], Vector weight, const Unaligned* sour
 // Adds the entries [entry, end) and moves `entry` to the end. Loads limit this loop, not arithmetic: four weights come
 // in one, and four offsets in two.
 template <int NV>
-IN_PLACE void accumulate(Vector (&sum)[NV], const Blocks& blocks, int64_t& entry, int64_t end, const char* base) {
+ALWAYS_INLINE void accumulate(Vector (&sum)[NV], const Blocks& blocks, int64_t& entry, int64_t end, const char* base) {
   const int32_t* offsets = blocks.offsets;
   const float* weights = blocks.weights;
-  for (; entry < end; entry += FOUR) {
+  for (; entry < end; entry += UNROLL) {
     uint64_t near, far;
     std::memcpy(&near, offsets + entry, 8);
     std::memcpy(&far, offsets + entry + 2, 8);
@@ -78,36 +78,36 @@ IN_PLACE void accumulate(Vector (&sum)[NV], const Blocks& blocks, int64_t& entry
 }
 
 template <int NV>
-IN_PLACE void add_tile(Vector (&sum)[NV], const float* floats) {
+ALWAYS_INLINE void add_tile(Vector (&sum)[NV], const float* floats) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) sum[v] += load(floats + LANES * v);
 }
 template <int NV>
-IN_PLACE void add_to_tile(Vector (&sum)[NV], float value) {
+ALWAYS_INLINE void add_to_tile(Vector (&sum)[NV], float value) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) sum[v] += broadcast(value);
 }
 template <class T, int NV>
-IN_PLACE void load_tile(Vector (&tile)[NV], const T* from) {
+ALWAYS_INLINE void load_tile(Vector (&tile)[NV], const T* from) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) tile[v] = load(from + LANES * v);
 }
 template <class T, int NV>
-IN_PLACE void keep_tile(const Vector (&tile)[NV], T* to) {
+ALWAYS_INLINE void keep_tile(const Vector (&tile)[NV], T* to) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) store(to + LANES * v, tile[v]);
 }
 
 // Maps often lie beyond all caches, and channels too far apart for the machine to guess the next.
 template <int NV, bool WRITE, class T>
-IN_PLACE void prefetch_tile(const T* at) {
+ALWAYS_INLINE void prefetch_tile(const T* at) {
 #pragma GCC unroll 8
   for (int i = 0; i < LANES * NV; i += 64 / sizeof(T)) __builtin_prefetch(at + i, WRITE);
 }
 
 // Every row of V vectors moved by one pixel; a zero comes in at its edge.
 template <int V, int NV>
-IN_PLACE void move_right(Vector (&moved)[NV], const Vector (&tile)[NV]) {
+ALWAYS_INLINE void move_right(Vector (&moved)[NV], const Vector (&tile)[NV]) {
 #pragma GCC unroll 8
   for (int v = NV - 1; v >= 0; --v) {  // from the end: `moved` may be `tile`
     const Vector before = v % V ? tile[v - 1] : Vector{};
@@ -115,7 +115,7 @@ IN_PLACE void move_right(Vector (&moved)[NV], const Vector (&tile)[NV]) {
   }
 }
 template <int V, int NV>
-IN_PLACE void move_left(Vector (&moved)[NV], const Vector (&tile)[NV]) {
+ALWAYS_INLINE void move_left(Vector (&moved)[NV], const Vector (&tile)[NV]) {
 #pragma GCC unroll 8
   for (int v = 0; v < NV; ++v) {
     const Vector after = (v + 1) % V ? tile[v + 1] : Vector{};
@@ -123,8 +123,8 @@ IN_PLACE void move_left(Vector (&moved)[NV], const Vector (&tile)[NV]) {
   }
 }
 
-IN_PLACE Quarter lower(Vector v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
-IN_PLACE Quarter upper(Vector v) {
+ALWAYS_INLINE Quarter lower(Vector v) { return __builtin_shufflevector(v, v, 0, 1, 2, 3); }
+ALWAYS_INLINE Quarter upper(Vector v) {
 #if defined(__AVX__)
   return _mm256_extractf128_ps(v, 1);  // compilers would move both halves
 #else
@@ -133,14 +133,14 @@ IN_PLACE Quarter upper(Vector v) {
 }
 
 // (a, b) -> a0 + a2, b0 + b2, a1 + a3, b1 + b3, ...
-IN_PLACE Vector add_apart(Vector a, Vector b) {
+ALWAYS_INLINE Vector add_apart(Vector a, Vector b) {
   return __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
 }
 
 // The product of a tile with the source, summed over whole vectors; two sums, for the scheduler is too short for a
 // chain of eight.
 template <int NV>
-IN_PLACE Vector multiply_sum(const Vector (&tile)[NV], const Unaligned* source) {
+ALWAYS_INLINE Vector multiply_sum(const Vector (&tile)[NV], const Unaligned* source) {
   Vector even = multiply(tile[0], source), odd{};
   if (NV > 1) odd = multiply(tile[1], source + 1);
 #pragma GCC unroll 8
@@ -153,9 +153,9 @@ IN_PLACE Vector multiply_sum(const Vector (&tile)[NV], const Unaligned* source) 
 
 // sums[e] += the product of a tile with the source at offsets[e], summed over the pixels, for e in [entry, end).
 template <int NV>
-IN_PLACE void dot(const Vector (&tile)[NV], const int32_t* offsets, int64_t entry, int64_t end, const char* base,
+ALWAYS_INLINE void dot(const Vector (&tile)[NV], const int32_t* offsets, int64_t entry, int64_t end, const char* base,
                   float* sums) {
-  for (; entry < end; entry += FOUR) {
+  for (; entry < end; entry += UNROLL) {
     uint64_t near, far;
     std::memcpy(&near, offsets + entry, 8);
     std::memcpy(&far, offsets + entry + 2, 8);

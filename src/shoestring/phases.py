@@ -32,7 +32,7 @@ def phase(name: Phase) -> Iterator[None]:
         _enter(before)
 
 
-def current() -> Phase:
+def current_phase() -> Phase:
     return _phase.get()
 
 

@@ -28,11 +28,11 @@ class Watched:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         optimizer = self.make(parameters)
-        uses_up = getattr(optimizer, "uses_up", False)
+        in_backward = getattr(optimizer, "in_backward", False)
 
         def note(factor: float = 1.0) -> None:
             found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-            self.gradients.append([] if uses_up else [gradient.double() * factor for gradient in found])
+            self.gradients.append([] if in_backward else [gradient.double() * factor for gradient in found])
 
         if isinstance(optimizer, LeanOptimizer):  # the step hands it the factor of the loss scale
             update = optimizer.step_by

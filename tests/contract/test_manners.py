@@ -13,7 +13,7 @@ from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
 from shoestring.passes import saved_tensors as keeping
-from shoestring.phases import current
+from shoestring.phases import current_phase
 from shoestring.step import Stepper
 from shoestring.techniques import activations as saved
 from shoestring.techniques import checkpoint, microbatch
@@ -35,7 +35,7 @@ def traces(model):
         "keepers": list(keeping._stack.keepers),
         "autocast": torch.is_autocast_enabled("cpu"),
         "recording": torch.is_grad_enabled(),
-        "phase": current(),
+        "phase": current_phase(),
     }  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_a_plan_changes_neither_the_task_it_was_given_nor_its_modules_between_st
     assert traces(lean.model) == before
     lean.step(lean.task.batch)
     assert traces(lean.model) == before
-    assert current() == Phase.BUILD
+    assert current_phase() == Phase.BUILD
 
 
 def keeps_less(plan):

@@ -12,7 +12,7 @@ from shoestring.kernels.define import scratch_of
 from shoestring.kernels.moments import Moment, new_moment, read_moment, write_moment
 from shoestring.kernels.references import update as reference_update
 from shoestring.kernels.references.moments import BLOCK, CHUNK, threefry
-from shoestring.kernels.update import adam_update, sgd_accumulate, sgd_follow, sgd_update
+from shoestring.kernels.update import adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
 
 WEIGHTS = [torch.float32, torch.float16, torch.bfloat16]
 FORMS = ["fp32", "fp16", "bf16", "8bit"]
@@ -102,7 +102,7 @@ def test_a_momentum_that_gathers_microbatches_and_is_then_followed_is_heavy_ball
         for number, piece in enumerate(pieces):
             first = {"mu": 0.9, "weight_decay": 0.1} if number == 0 else {}
             sgd_accumulate(weight, piece, momentum, **first)
-        sgd_follow(weight, momentum, lr=0.1)
+        sgd_apply_momentum(weight, momentum, lr=0.1)
     torch.testing.assert_close(weight, whole, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(momentum.values, wanted.values, rtol=1e-6, atol=1e-6)
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring import SGD, Plan, Task, apply, builtin, train
-from shoestring.passes.boundary import Entry, Exit, _call
+from shoestring.passes.boundary import CastInputs, CastOutputs, _call
 from shoestring.passes.mode import hooked_modules
 from shoestring.training.evaluate import Evaluation, mean_loss
 from shoestring.training.resumable import as_data
@@ -208,7 +208,7 @@ def test_a_second_plan_leaves_one_boundary_and_none_is_taken_for_a_users_hook():
     lean = apply(builtin("wrn-10-1", batch=4, image=8), Plan(precision="fp16"))
     again = apply(lean.task, Plan(precision="bf16"))
     for module in again.model.modules():
-        assert [type(hook) for hook in module._forward_pre_hooks.values()] == [Entry]
-        assert [type(hook) for hook in module._forward_hooks.values()] == [Exit]
+        assert [type(hook) for hook in module._forward_pre_hooks.values()] == [CastInputs]
+        assert [type(hook) for hook in module._forward_hooks.values()] == [CastOutputs]
     assert not hooked_modules(again.model)
     assert again.step(again.task.batch).isfinite()

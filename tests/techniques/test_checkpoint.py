@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
-from shoestring.passes.mode import with_lean
+from shoestring.passes.mode import with_mode
 from shoestring.profiling import profile
 from shoestring.techniques import checkpoint
 
@@ -425,7 +425,7 @@ def test_the_random_state_that_each_drawing_region_keeps_is_in_the_profile():
 def test_the_layers_inside_attention_are_lean_too():
     model = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
     given = Task(model, lambda m, x: m(x).square().mean(), torch.randn(2, 5, WIDTH), SGD(lr=0.1))
-    lean, _ = with_lean(given)
+    lean, _ = with_mode(given)
     with lean.contexts[0](model):
         loss = given.loss(model, given.batch)
     nodes, products = [loss.grad_fn], set()

@@ -13,7 +13,7 @@ from shoestring.errors import NoEffect
 from shoestring.profiling import profile
 from shoestring.runs.state import OptimizerState, pack, unpack
 from shoestring.step import Stepper
-from shoestring.techniques.optimizer import Lean, Settings, apply, lean_update, options, risk
+from shoestring.techniques.optimizer import LeanSettings, Settings, apply, lean_update, options, risk
 from shoestring.techniques.optimizer.base import SMALL
 from shoestring.techniques.optimizer.factored import SM3, Adafactor
 from shoestring.techniques.precision.loss_scale import Scaling
@@ -82,7 +82,7 @@ def test_16_bit_weights_train_without_a_master_copy(form, dtype):
         out = torch.func.functional_call(model, {n: p.float() for n, p in model.named_parameters()}, (batch,))
         return (out - batch[:, :3]).square().mean()
 
-    task = make(optimizer=Lean(HEAVY_BALL, form), loss=narrow_loss)
+    task = make(optimizer=LeanSettings(HEAVY_BALL, form), loss=narrow_loss)
     task.model.to(dtype)
     losses = train(task, 40)
     assert losses[-1] < 0.6 * losses[0]
@@ -134,7 +134,9 @@ def test_unscaled_fp16_moments_underflow_and_diverge_where_scaled_ones_do_not():
     ids=str,
 )
 def test_the_profiler_counts_the_bytes_of_the_state(rule, form, bytes_each):
-    task = Task(nn.Linear(512, 512, bias=False), lambda m, b: m(b).mean(), torch.randn(4, 512), Lean(rule, form))
+    task = Task(
+        nn.Linear(512, 512, bias=False), lambda m, b: m(b).mean(), torch.randn(4, 512), LeanSettings(rule, form)
+    )
     ledger = profile(task).ledger
     second_pass = max(e.born for e in ledger.entries if e.phase == "forward")
     predicted = ledger.bytes_by(lambda e: str(e.category), second_pass)["optimizer_state"]
@@ -161,15 +163,15 @@ def test_small_fp32_tensors_keep_fp32_state():
 
 
 # -- saves ------------------------------------------------------------------------------------------------------
-RECIPES = [Lean(rule, form) for rule in (HEAVY_BALL, ADAM) for form in ("fp32", *FORMS)]
-RECIPES += [SM3(), Adafactor(), Lean(SM3(), "8bit"), Lean(HEAVY_BALL, "8bit", uses_up=True)]
+RECIPES = [LeanSettings(rule, form) for rule in (HEAVY_BALL, ADAM) for form in ("fp32", *FORMS)]
+RECIPES += [SM3(), Adafactor(), LeanSettings(SM3(), "8bit"), LeanSettings(HEAVY_BALL, "8bit", in_backward=True)]
 
 
 @pytest.mark.parametrize("how", ["state_dict", "saved"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=str)
 def test_a_run_that_is_saved_goes_on_to_the_bit(recipe, how):
     task = make(optimizer=recipe)
-    task.model.bfloat16() if isinstance(recipe, Lean) and recipe.state == "bf16" else None
+    task.model.bfloat16() if isinstance(recipe, LeanSettings) and recipe.state == "bf16" else None
     task = task.with_(batch=task.batch.to(task.model[0].weight.dtype))
     stepper = Stepper(task)
     for _ in range(3):
@@ -241,7 +243,7 @@ def test_at_no_time_is_there_more_than_one_gradient(pieces):
     ],
 )
 def test_where_it_would_not_be_exact_it_is_refused_with_the_reason(rule, changes, words):
-    task = make(optimizer=Lean(rule, uses_up=True), **changes)
+    task = make(optimizer=LeanSettings(rule, in_backward=True), **changes)
     before = weights(task)
     with pytest.raises(ShoestringError, match=words):
         Stepper(task).step(task.batch)
@@ -268,10 +270,10 @@ def test_a_parameter_whose_gradient_comes_in_two_parts_is_refused_unless_it_gath
             return x
 
     batch = torch.randn(5, 4, requires_grad=True)
-    task = Task(Shared(), lambda m, b: m(b).square().mean(), batch, Lean(ADAM, uses_up=True))
+    task = Task(Shared(), lambda m, b: m(b).square().mean(), batch, LeanSettings(ADAM, in_backward=True))
     with pytest.raises(ShoestringError, match="got its gradient in two parts"):
         Stepper(task).step(batch)
-    gathered = Task(Shared(), task.loss, batch, Lean(HEAVY_BALL, uses_up=True))
+    gathered = Task(Shared(), task.loss, batch, LeanSettings(HEAVY_BALL, in_backward=True))
     plain = Task(copy.deepcopy(gathered.model), task.loss, batch, HEAVY_BALL)
     torch.testing.assert_close(train(plain), train(gathered), rtol=1e-5, atol=1e-7)
 
@@ -313,8 +315,8 @@ def quadratic(recipe, steps=200, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "recipe",
-    [SM3(lr=0.3), SM3(lr=0.3, momentum=0), Adafactor(lr=0.3, relative=False), Lean(SM3(lr=0.3), "fp16"),
-     Lean(SM3(lr=0.3), "bf16")],
+    [SM3(lr=0.3), SM3(lr=0.3, momentum=0), Adafactor(lr=0.3, relative=False), LeanSettings(SM3(lr=0.3), "fp16"),
+     LeanSettings(SM3(lr=0.3), "bf16")],
     ids=str,
 )  # fmt: skip
 def test_factored_optimizers_come_near_the_minimum(recipe, dtype):
@@ -350,7 +352,7 @@ def test_sm3_follows_its_formula():
     torch.testing.assert_close(weight.detach(), wanted)
 
 
-@pytest.mark.parametrize("recipe", [SM3(lr=0.05), Adafactor(lr=0.02), Lean(SM3(lr=0.05), "8bit")], ids=str)
+@pytest.mark.parametrize("recipe", [SM3(lr=0.05), Adafactor(lr=0.02), LeanSettings(SM3(lr=0.05), "8bit")], ids=str)
 def test_factored_optimizers_train_a_network(recipe):
     losses = train(make(optimizer=recipe), 60)
     assert losses[-1] < 0.5 * losses[0]
@@ -377,11 +379,11 @@ def test_rows_in_several_chunks_make_the_same_update():
 @pytest.mark.parametrize(
     "words, wanted",
     [
-        ("8bit", Lean(ADAM, "8bit")),
-        ("fp16+no-gradient", Lean(ADAM, "fp16", uses_up=True)),
-        ("no-gradient", Lean(ADAM, uses_up=True)),
-        ("adafactor", Lean(Adafactor(0.01, relative=False, weight_decay=0.01))),
-        ("sm3+8bit", Lean(SM3(0.01, 0.9, 0.01), "8bit")),
+        ("8bit", LeanSettings(ADAM, "8bit")),
+        ("fp16+no-gradient", LeanSettings(ADAM, "fp16", in_backward=True)),
+        ("no-gradient", LeanSettings(ADAM, in_backward=True)),
+        ("adafactor", LeanSettings(Adafactor(0.01, relative=False, weight_decay=0.01))),
+        ("sm3+8bit", LeanSettings(SM3(0.01, 0.9, 0.01), "8bit")),
     ],
 )
 def test_a_plan_names_the_optimizer_in_words(words, wanted):
@@ -393,8 +395,8 @@ def test_a_plan_names_the_optimizer_in_words(words, wanted):
 
 def test_a_form_given_before_stays_unless_another_is_asked_for():
     narrow = make(optimizer=lean_update(make(optimizer=ADAM), "bf16"))
-    assert apply(narrow, Settings("no-gradient")).optimizer == Lean(ADAM, "bf16", uses_up=True)
-    assert apply(narrow, Settings("8bit")).optimizer == Lean(ADAM, "8bit")
+    assert apply(narrow, Settings("no-gradient")).optimizer == LeanSettings(ADAM, "bf16", in_backward=True)
+    assert apply(narrow, Settings("8bit")).optimizer == LeanSettings(ADAM, "8bit")
 
 
 @pytest.mark.parametrize(
@@ -433,7 +435,7 @@ def test_the_planner_is_offered_what_applies_with_its_risk():
 
 
 def test_packed_state_is_plain_data_and_tensors():
-    stepper = Stepper(make(optimizer=Lean(ADAM, "8bit")))
+    stepper = Stepper(make(optimizer=LeanSettings(ADAM, "8bit")))
     stepper.step(stepper.task.batch)
     packed, tensors = pack(OptimizerState(stepper.optimizer).state())
     assert any(t.dtype == torch.uint8 for t in tensors.values())

@@ -6,7 +6,7 @@ from shoestring.data import open_images, open_pairs
 from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
-from shoestring.passes.mode import lean_run
+from shoestring.passes.mode import current_mode
 from shoestring.training.job import CrossEntropy, ids_in, image_job, largest, pair_job, takes_images
 from shoestring.training.loop import train
 
@@ -56,7 +56,7 @@ def test_16_bit_models_translate_under_their_contexts(pairs, monkeypatch):
     seen = []
 
     def translate(model, sentences, vocabulary, **settings):
-        seen.append(lean_run())  # fails outside one: products of 16 bits would be PyTorch's, tens of times slower
+        seen.append(current_mode())  # fails outside one: products of 16 bits would be PyTorch's, tens of times slower
         return ["word"] * len(sentences)
 
     monkeypatch.setattr("shoestring.training.job.translate", translate)

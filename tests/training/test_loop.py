@@ -14,7 +14,7 @@ from shoestring import SGD, Plan, apply
 from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
 from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
-from shoestring.phases import current
+from shoestring.phases import current_phase
 from shoestring.runs.folder import RunFolder
 from shoestring.runs.record import read_record
 from shoestring.runs.save import load_weights
@@ -391,7 +391,7 @@ def test_a_watch_stops_a_step_before_the_weights_change():
     before = {name: p.clone() for name, p in lean.model.named_parameters()}
     with pytest.raises(OverBudget, match="seen at the start of backward"):
         train(lean, Noise(), epochs=2, budget_bytes=500, watch=lambda: next(used))
-    assert current() is Phase.BUILD
+    assert current_phase() is Phase.BUILD
     assert all(torch.equal(before[name], p) for name, p in lean.model.named_parameters())
 
 

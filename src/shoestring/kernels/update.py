@@ -88,7 +88,7 @@ def sgd_accumulate(
     _sgd_op(weight, gradient, *momentum, 0.0, mu, False, weight_decay, factor, False, (0, 0, 0))
 
 
-def sgd_follow(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 0)) -> None:
+def sgd_apply_momentum(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 0)) -> None:
     """weight -= lr m; the momentum stays as it is."""
     _sgd_op(weight, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, noise)
     torch.autograd.graph.increment_version(weight)

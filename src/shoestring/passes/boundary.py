@@ -27,7 +27,7 @@ LAYERS = (
 )  # fmt: skip
 
 
-class Call(NamedTuple):
+class OutsideCall(NamedTuple):
     """The call from outside that is running: of which module, how deep in itself, and whether it answers in FP32."""
 
     module: nn.Module
@@ -35,11 +35,11 @@ class Call(NamedTuple):
     widens: bool
 
 
-_call: ContextVar[Call | None] = ContextVar("call_from_outside", default=None)
+_call: ContextVar[OutsideCall | None] = ContextVar("call_from_outside", default=None)
 
 
 @dataclass(frozen=True)
-class Entry:
+class CastInputs:
     """A forward pre-hook: floating inputs become `dtype` at the boundary, and where a layer needs it."""
 
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class Entry:
         if call is not None and call.module is module:
             _call.set(call._replace(depth=call.depth + 1))
         if call is None and not is_backward():
-            _call.set(Call(module, 0, self._widens(module, (args, kwargs))))
+            _call.set(OutsideCall(module, 0, self._widens(module, (args, kwargs))))
             return cast((args, kwargs), self.dtype)
         return cast((args, kwargs), self.dtype) if isinstance(module, LAYERS) else None
 
@@ -61,7 +61,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Exit:
+class CastOutputs:
     """A forward hook, called whatever was raised: the call from outside ends."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -76,15 +76,15 @@ def bound(model: nn.Module, dtype: torch.dtype) -> None:
     """Gives each module of a model in `dtype` its boundary; one that has it from an earlier plan gets the new one."""
     release(model)
     for module in model.modules():
-        module.register_forward_pre_hook(Entry(dtype, module is model), with_kwargs=True)
-        module.register_forward_hook(Exit(), always_call=True)
+        module.register_forward_pre_hook(CastInputs(dtype, module is model), with_kwargs=True)
+        module.register_forward_hook(CastOutputs(), always_call=True)
 
 
 def release(model: nn.Module) -> None:
     """Takes the boundary away."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for number in [number for number, hook in hooks.items() if isinstance(hook, Entry | Exit)]:
+            for number in [number for number, hook in hooks.items() if isinstance(hook, CastInputs | CastOutputs)]:
                 del hooks[number]
 
 
@@ -96,7 +96,7 @@ def move_boundary(old: nn.Module, new: nn.Module) -> None:
 def hooks_of_others(module: nn.Module) -> bool:
     """Whether a module has hooks beside those of a boundary."""
     homes = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not isinstance(hook, Entry | Exit) for hooks in homes for hook in hooks.values())
+    return any(not isinstance(hook, CastInputs | CastOutputs) for hooks in homes for hook in hooks.values())
 
 
 def is_backward() -> bool:

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import ShoestringError
 from ..kernels.bitmask import pack_bits, unpack_bits
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
-from .saved_tensors import SECOND_BACKWARD, keep
+from .saved_tensors import SECOND_BACKWARD, store
 
 
 class Statistics(NamedTuple):
@@ -141,27 +141,27 @@ class LeanDropout(torch.autograd.Function):
 
 def lean_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
     """A dense or sparse convolution or linear layer that lets go of its input before it makes the input's gradient."""
-    return LeanProduct.apply(x, weight, bias, product, keep(x) if weight.requires_grad else None)
+    return LeanProduct.apply(x, weight, bias, product, store(x) if weight.requires_grad else None)
 
 
 def norm_relu_product(
     x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Statistics, product: Product
 ) -> Tensor:
     """Batch norm, ReLU and a layer as one operation."""
-    return NormReluProduct.apply(x, gamma, beta, weight, bias, statistics, product, keep(x))
+    return NormReluProduct.apply(x, gamma, beta, weight, bias, statistics, product, store(x))
 
 
 def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool) -> Tensor:
     """Batch norm from given statistics, with or without ReLU."""
-    return LeanNorm.apply(x, gamma, beta, statistics, relu, keep(x))
+    return LeanNorm.apply(x, gamma, beta, statistics, relu, store(x))
 
 
 def lean_relu(x: Tensor) -> Tensor:
     """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
-    return LeanRelu.apply(x, keep(pack_bits((x <= 0).logical_not_())))
+    return LeanRelu.apply(x, store(pack_bits((x <= 0).logical_not_())))
 
 
 def lean_dropout(x: Tensor, probability: float) -> Tensor:
     """Dropout with a 1-bit mask."""
     noise = torch.empty_like(x).bernoulli_(1 - probability)
-    return LeanDropout.apply(x, noise, probability, keep(pack_bits(noise != 0)))
+    return LeanDropout.apply(x, noise, probability, store(pack_bits(noise != 0)))

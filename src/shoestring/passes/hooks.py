@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..ledger import Phase
-from ..phases import current
+from ..phases import current_phase
 
 
 class _Looking:
@@ -17,7 +17,7 @@ class _Looking:
         self.hook, self.changes = hook, False
 
     def __call__(self, *call: Any, **more: Any) -> Any:
-        if current() == Phase.RECOMPUTE and not self.changes:
+        if current_phase() == Phase.RECOMPUTE and not self.changes:
             return None
         result = self.hook(*call, **more)
         self.changes |= result is not None

@@ -1,6 +1,6 @@
 """The lean run: inside it, PyTorch's own operations are done by functions that keep less.
 
-`LeanRun` is a function mode. It takes the calls of a model's forward pass, whoever makes them, and answers some by the
+`LeanMode` is a function mode. It takes the calls of a model's forward pass, whoever makes them, and answers some by the
 functions of `functions.py`: the model's code stays as it is. Batch norm -> ReLU -> convolution, where `patterns` found
 that nothing else looks in between, becomes one operation: the first two calls return placeholders (placeholders.py),
 and the convolution knows what they stand for.
@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 
 from ..kernels.norm import batch_norm_statistics
 from ..ledger import Phase
-from ..phases import current
+from ..phases import current_phase
 from ..task import Task
 from .functions import Statistics, lean_dropout, lean_product, lean_relu, norm_relu_product
 from .layers import Convolution, Linear
 from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_arguments
 from .placeholders import METADATA, Norm, Placeholders, Record
-from .saved_tensors import Kept, keep
+from .saved_tensors import Stored, store
 from .sparse_layers import sparse_convolution
 from .switches import without_checkpoints
 from .tape import Tape, changes_its_input
@@ -40,7 +40,7 @@ from .widened import is_narrow, widened
 
 
 @dataclass(frozen=True)
-class Lean:
+class ModeOptions:
     """Which operations a lean run takes over."""
 
     fuse: bool = True  # batch norm with the ReLU (and the convolution) after it: keep the norm's input only
@@ -49,43 +49,43 @@ class Lean:
     every: int = 0  # operations in a region of the tape; 0: no tape
 
 
-_current: ContextVar["LeanRun | None"] = ContextVar("lean_run", default=None)
+_current: ContextVar["LeanMode | None"] = ContextVar("current_mode", default=None)
 
 
 @dataclass(frozen=True)
-class LeanPass:
-    """The context of a pass in which a `LeanRun` answers; there is one, whatever techniques asked for it."""
+class LeanModeContext:
+    """The context of a pass in which a `LeanMode` answers; there is one, whatever techniques asked for it."""
 
-    lean: Lean
+    options: ModeOptions
     patterns: Patterns
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
-        run = LeanRun(model, self.lean, self.patterns)
-        token = _current.set(run)
+        mode = LeanMode(model, self.options, self.patterns)
+        token = _current.set(mode)
         try:
-            with run, without_checkpoints():
+            with mode, without_checkpoints():
                 yield
-            run.placeholders.close()
+            mode.placeholders.close()
         finally:
             _current.reset(token)
 
 
-def with_lean(task: Task, **changes: Any) -> tuple[Task, Patterns]:
+def with_mode(task: Task, **changes: Any) -> tuple[Task, Patterns]:
     """A task -> the same task under a lean run with these settings changed, and the patterns that were found in it."""
-    known = next((context for context in task.contexts if isinstance(context, LeanPass)), None)
+    known = next((context for context in task.contexts if isinstance(context, LeanModeContext)), None)
     if known is None:
-        known = LeanPass(Lean(), learn(task, next(iter(task.split(task.batch)))))
-    rest = tuple(context for context in task.contexts if not isinstance(context, LeanPass))
-    lean = LeanPass(replace(known.lean, **changes), known.patterns)
-    return task.with_(contexts=(lean, *rest)), known.patterns
+        known = LeanModeContext(ModeOptions(), learn(task, next(iter(task.split(task.batch)))))
+    rest = tuple(context for context in task.contexts if not isinstance(context, LeanModeContext))
+    context = LeanModeContext(replace(known.options, **changes), known.patterns)
+    return task.with_(contexts=(context, *rest)), known.patterns
 
 
-def lean_run() -> "LeanRun":
+def current_mode() -> "LeanMode":
     """The run that is in force."""
-    run = _current.get()
-    assert run is not None, "a region needs a lean run around it"
-    return run
+    mode = _current.get()
+    assert mode is not None, "a region needs a lean mode around it"
+    return mode
 
 
 @dataclass
@@ -100,19 +100,19 @@ class _Recipe:
             return self.product.forward(self.x, None)
 
 
-class LeanRun(TorchFunctionMode):
+class LeanMode(TorchFunctionMode):
     """One forward and backward pass of a model with lean operations."""
 
-    def __init__(self, model: nn.Module, lean: Lean, patterns: Patterns) -> None:
+    def __init__(self, model: nn.Module, options: ModeOptions, patterns: Patterns) -> None:
         super().__init__()
-        self.lean = lean
-        self.tape = Tape(lean.every, self) if lean.every else None
+        self.options = options
+        self.tape = Tape(options.every, self) if options.every else None
         weights, buffers = dict(model.named_parameters()), list(model.buffers())
-        hooked = hooked_modules(model) if lean.fuse else frozenset()
+        hooked = hooked_modules(model) if options.fuse else frozenset()
         unseen = {name for name, modules in patterns.seen_by.items() if not modules & hooked}
         conv, relu = patterns.norm_relu_conv & unseen, patterns.norm_relu & unseen
-        self.fused = {id(weights[name]) for name in conv} if lean.fuse and lean.products else set()
-        self.activated = {id(weights[name]) for name in conv | relu} if lean.fuse else set()
+        self.fused = {id(weights[name]) for name in conv} if options.fuse and options.products else set()
+        self.activated = {id(weights[name]) for name in conv | relu} if options.fuse else set()
         self.names = {id(parameter): name for name, parameter in weights.items()}
         self.buffers = {id(buffer) for buffer in buffers}
         self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
@@ -120,11 +120,11 @@ class LeanRun(TorchFunctionMode):
         self.placeholders = Placeholders()
         self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
 
-    def keep_input(self, tensor: Tensor) -> Kept:
+    def store_input(self, tensor: Tensor) -> Stored:
         """What a region keeps of its input: where that is the stem's output and larger than the stem's input, which
         is there anyway, how to make it again."""
         made, recipe = self.recipes.pop(id(tensor), (None, None))
-        return recipe if recipe is not None and made is not None and made() is tensor else keep(tensor)
+        return recipe if recipe is not None and made is not None and made() is tensor else store(tensor)
 
     def running(self) -> AbstractContextManager:
         """A context in which this run answers calls: inside `backward()` PyTorch has taken it off its stack."""
@@ -137,13 +137,13 @@ class LeanRun(TorchFunctionMode):
         if func in _OPENED:
             with self:
                 return _OPENED[func](*args, **kwargs)
-        if self.tape and current() == Phase.FORWARD and getattr(func, "__name__", "") != "__get__":
+        if self.tape and current_phase() == Phase.FORWARD and getattr(func, "__name__", "") != "__get__":
             return self.tape.call(func, args, kwargs)
         return self.answer(func, args, kwargs)
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A call of the model -> its result, by a lean function where there is one."""
-        handler, again = self._handler(func, args, kwargs), current() == Phase.RECOMPUTE
+        handler, again = self._handler(func, args, kwargs), current_phase() == Phase.RECOMPUTE
         if handler not in _TAKES_PLACEHOLDERS:
             args, kwargs = self.placeholders.real((args, kwargs))
         if again and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs):
@@ -152,14 +152,14 @@ class LeanRun(TorchFunctionMode):
 
     def _handler(self, func: Any, args: tuple, kwargs: dict) -> "Callable | None":
         if func in NORM:
-            return LeanRun._norm
+            return LeanMode._norm
         if func not in _HANDLERS and func not in _PRODUCTS:
             return None
         if func in _LAYERS and torch.is_autocast_enabled("cpu"):
             return None  # autocast chooses the type that it computes in
         narrow = is_narrow(_first_tensor(args, kwargs))
         if func in _PRODUCTS:
-            return LeanRun._widened if narrow else None
+            return LeanMode._widened if narrow else None
         return _HANDLERS[func] if torch.is_grad_enabled() or narrow or func in RELU else None
 
     def real(self, tree: Any) -> Any:
@@ -180,7 +180,7 @@ class LeanRun(TorchFunctionMode):
 
     def _statistics(self, call: dict) -> Statistics:
         """The batch's statistics: those of the first run where this is a second one, else computed and remembered."""
-        again, key = current() == Phase.RECOMPUTE, self._identity(call)
+        again, key = current_phase() == Phase.RECOMPUTE, self._identity(call)
         known = self.statistics.get(key, [])
         if again and len(known) == 1:  # a norm that is called twice a pass computes its statistics again
             return known[0]
@@ -206,7 +206,7 @@ class LeanRun(TorchFunctionMode):
         if not running or not call["use_input_stats"]:
             return func(*args, **kwargs)
         before = self.before.setdefault(id(running["running_mean"]), [])
-        if current() != Phase.RECOMPUTE:
+        if current_phase() != Phase.RECOMPUTE:
             before.append({name: buffer.clone() for name, buffer in running.items()})
             return func(*args, **kwargs)
         found = before[0] if len(before) == 1 else running
@@ -218,7 +218,7 @@ class LeanRun(TorchFunctionMode):
         x, in_place = call["input"], func in _IN_PLACE or call["inplace"]
         if (record := self.placeholders.record(x)) and record.norm and not record.activated and torch.is_grad_enabled():
             return self._activated(x, record, in_place)
-        if not self.lean.masks or in_place or not torch.is_grad_enabled():
+        if not self.options.masks or in_place or not torch.is_grad_enabled():
             args, kwargs = self.placeholders.real((args, kwargs))
             return func(*args, **kwargs)
         return lean_relu(self.placeholders.real(x))
@@ -235,13 +235,13 @@ class LeanRun(TorchFunctionMode):
 
     def _dropout(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _dropout_arguments(*args, **kwargs)
-        if not self.lean.masks or not call["training"] or call["inplace"] or not 0 < call["p"] < 1:
+        if not self.options.masks or not call["training"] or call["inplace"] or not 0 < call["p"] < 1:
             return func(*args, **kwargs)
         return lean_dropout(call["input"], call["p"])
 
     def _convolution(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _convolution_arguments(*args, **kwargs)
-        if not self.lean.products or call["input"].dim() != 4 or isinstance(call["padding"], str):
+        if not self.options.products or call["input"].dim() != 4 or isinstance(call["padding"], str):
             args, kwargs = self.placeholders.real((args, kwargs))
             return func(*args, **kwargs)
         x = call.pop("input")
@@ -258,14 +258,14 @@ class LeanRun(TorchFunctionMode):
             return norm_relu_product(norm.x, norm.gamma, norm.beta, values, bias, norm.statistics, product)
         x = self.placeholders.real(x)  # its ReLU was left out this time, or somebody has looked at it
         y = lean_product(x, values, bias, product)
-        if not x.requires_grad and x.nbytes < y.nbytes and current() == Phase.FORWARD:
+        if not x.requires_grad and x.nbytes < y.nbytes and current_phase() == Phase.FORWARD:
             self.recipes[id(y)] = weakref.ref(y), _Recipe(product, x)
         return y
 
     def _linear(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _linear_arguments(*args, **kwargs)
         x, weight, bias = call["input"], call["weight"], call["bias"]
-        return lean_product(x, weight, bias, Linear(weight, bias)) if self.lean.products else func(*args, **kwargs)
+        return lean_product(x, weight, bias, Linear(weight, bias)) if self.options.products else func(*args, **kwargs)
 
     def _widened(self, func: Any, args: tuple, kwargs: dict) -> Any:
         return widened(func, args, kwargs)
@@ -357,9 +357,9 @@ _PRODUCTS = {
 _LAYERS = _PRODUCTS | CONVOLUTION | {F.linear}
 _IN_PLACE = {torch.relu_, F.relu_, Tensor.relu_}
 _HANDLERS: dict[Any, Callable] = (
-    dict.fromkeys(RELU, LeanRun._relu)
-    | dict.fromkeys(CONVOLUTION, LeanRun._convolution)
-    | {F.dropout: LeanRun._dropout, F.linear: LeanRun._linear, sparse_convolution: LeanRun._sparse}
-    | {F.instance_norm: LeanRun._instance_norm}
+    dict.fromkeys(RELU, LeanMode._relu)
+    | dict.fromkeys(CONVOLUTION, LeanMode._convolution)
+    | {F.dropout: LeanMode._dropout, F.linear: LeanMode._linear, sparse_convolution: LeanMode._sparse}
+    | {F.instance_norm: LeanMode._instance_norm}
 )
-_TAKES_PLACEHOLDERS = {LeanRun._relu, LeanRun._convolution, LeanRun._sparse}
+_TAKES_PLACEHOLDERS = {LeanMode._relu, LeanMode._convolution, LeanMode._sparse}

@@ -52,7 +52,7 @@ class Call(NamedTuple):
     fusible: bool
 
 
-class _Recorder(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     """Writes down which call made a tensor, which calls took it, and which modules took or returned it."""
 
     def __init__(self, paths: dict[int, str]) -> None:
@@ -117,7 +117,7 @@ def learn(task: Task, piece: Any) -> Patterns:
 
 def _learn(task: Task, piece: Any) -> Patterns:
     def watched(batch: Any) -> Patterns:
-        recorder = _Recorder({id(module): path for path, module in task.model.named_modules()})
+        recorder = _CallRecorder({id(module): path for path, module in task.model.named_modules()})
         with recorder.following():
             task.loss_of(task.model, batch)
         return _patterns(recorder, {id(p): name for name, p in task.model.named_parameters()})
@@ -134,7 +134,7 @@ class _Found(NamedTuple):
     conv: bool
 
 
-def _patterns(recorder: _Recorder, names: dict[int, str]) -> Patterns:
+def _patterns(recorder: _CallRecorder, names: dict[int, str]) -> Patterns:
     calls = [(names.get(id(norm_arguments(call)["weight"])), call) for call in recorder.calls if call.func in NORM]
     counts = Counter(name for name, _ in calls)
     found = [found for name, call in calls if name and counts[name] == 1 and (found := _followed(recorder, name, call))]
@@ -152,7 +152,7 @@ def _patterns(recorder: _Recorder, names: dict[int, str]) -> Patterns:
     )
 
 
-def _followed(recorder: _Recorder, name: str, norm: Call) -> _Found | None:
+def _followed(recorder: _CallRecorder, name: str, norm: Call) -> _Found | None:
     """A norm -> what its output goes to, or None if that is anything but one ReLU."""
     users = recorder.users[id(norm.out)]
     if not users or (relu := recorder.calls[users[0]]).func not in RELU or not (norm.fusible and relu.fusible):

@@ -22,7 +22,7 @@ from ..structure import Rebuild, flatten
 from ..structure import leaves as leaves_of
 from .buffers import Slot
 from .checksums import Seen
-from .saved_tensors import SECOND_BACKWARD, Kept, Whole, keep, keeping
+from .saved_tensors import SECOND_BACKWARD, AsIs, Stored, store, storing
 from .states import State, devices_of
 
 
@@ -33,17 +33,17 @@ class _Complete(Exception):
 class Ticket:
     """Stands for the `number`-th tensor that a region saved."""
 
-    __slots__ = ("frame", "number")
+    __slots__ = ("number", "region")
 
-    def __init__(self, frame: "Frame", number: int) -> None:
-        self.frame: Frame | None = frame
+    def __init__(self, region: "Region", number: int) -> None:
+        self.region: Region | None = region
         self.number = number
 
     def take(self) -> Tensor:
-        frame, self.frame = self.frame, None
-        if frame is None:
+        region, self.region = self.region, None
+        if region is None:
             raise ShoestringError(SECOND_BACKWARD)
-        return frame.take(self.number)
+        return region.take(self.number)
 
 
 class _Place(NamedTuple):
@@ -59,8 +59,8 @@ class _Argument:
     One that needs no gradient is the caller's or a buffer, which the first run may have changed, and stays as it is.
     """
 
-    def __init__(self, tensor: Tensor, keep_input: Callable[[Tensor], Kept]) -> None:
-        self.kept: Kept | Tensor = keep_input(tensor) if tensor.requires_grad else tensor
+    def __init__(self, tensor: Tensor, store_input: Callable[[Tensor], Stored]) -> None:
+        self.kept: Stored | Tensor = store_input(tensor) if tensor.requires_grad else tensor
         self.seen = Seen.of(tensor) if tensor.requires_grad else None
 
     def take(self) -> tuple[Tensor, bool]:
@@ -81,10 +81,10 @@ class _Call(NamedTuple):
     state: State
 
 
-class Frame:
+class Region:
     """A region of the forward pass.
 
-    `name` is for error messages, `running` the context that a second run needs, `keep_input` what is kept of what
+    `name` is for error messages, `running` the context that a second run needs, `store_input` what is kept of what
     comes from outside, `devices` those that the region may draw random numbers on besides its arguments'.
     """
 
@@ -92,13 +92,13 @@ class Frame:
         self,
         name: str,
         running: Callable[[], AbstractContextManager] = nullcontext,
-        keep_input: Callable[[Tensor], Kept] = keep,
+        store_input: Callable[[Tensor], Stored] = store,
         devices: frozenset[torch.device] = frozenset(),
     ) -> None:
-        self.name, self.running, self.keep_input, self.devices = name, running, keep_input, devices
+        self.name, self.running, self.store_input, self.devices = name, running, store_input, devices
         self.calls: list[_Call] = []
         self.saved: list[Seen] = []  # what the saved tensors looked like, in order
-        self.store: dict[int, Kept] | None = None
+        self.recomputed: dict[int, Stored] | None = None
         self.cache = ""  # the class of a cache of keys and values among the arguments: transformers' blocks add to it
         self.exact = True  # in the second run: whether its inputs are those of the first
         self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
@@ -113,7 +113,7 @@ class Frame:
                        if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
             state = State(self.devices | devices_of(leaves), buffers)
             del leaves
-        with keeping(self._ticket):
+        with storing(self._ticket):
             output = function(*args, **kwargs)
         with DisableTorchFunction():
             state.forget_if_unused()
@@ -140,7 +140,7 @@ class Frame:
         if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
             self.cache = self.cache or (type(leaf).__name__ if "Cache" in type(leaf).__name__ else "")
             return leaf
-        return self.place(leaf) or _Argument(leaf, self.keep_input)
+        return self.place(leaf) or _Argument(leaf, self.store_input)
 
     def _ticket(self, tensor: Tensor) -> Ticket:
         self.saved.append(Seen.of(tensor))
@@ -149,27 +149,27 @@ class Frame:
     # -- the second run -----------------------------------------------------------------------------------------
     def take(self, number: int) -> Tensor:
         """The `number`-th saved tensor, made again if need be."""
-        if self.store is None:
+        if self.recomputed is None:
             self._run_again()
-        assert self.store is not None
-        if number not in self.store:
+        assert self.recomputed is not None
+        if number not in self.recomputed:
             raise ShoestringError(SECOND_BACKWARD)
-        return self.store.pop(number).take()
+        return self.recomputed.pop(number).take()
 
     def _run_again(self) -> None:
-        self.store = {}
+        self.recomputed = {}
         calls, self.calls = self.calls, []
         self._made.clear()
         last = {leaf: number for number, call in enumerate(calls) for leaf in call.leaves if isinstance(leaf, _Place)}
         made: dict[_Place, Any] = {}
-        with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), keeping(self._collect):
+        with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), storing(self._collect):
             try:
                 for number, call in enumerate(calls):
                     made |= self._call_again(number, call, made)
                     made = {place: tensor for place, tensor in made.items() if last.get(place, -1) > number}
             except _Complete:
                 return
-        raise ShoestringError(self._different(f"{len(self.store)} tensors in place of {len(self.saved)}"))
+        raise ShoestringError(self._different(f"{len(self.recomputed)} tensors in place of {len(self.saved)}"))
 
     def _call_again(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
         leaves = [
@@ -187,14 +187,14 @@ class Frame:
         self.exact &= exact
         return tensor
 
-    def _collect(self, tensor: Tensor) -> Kept:
-        assert self.store is not None
-        number = len(self.store)
+    def _collect(self, tensor: Tensor) -> Stored:
+        assert self.recomputed is not None
+        number = len(self.recomputed)
         wanted = self.saved[number] if number < len(self.saved) else None
         if difference := Seen.of(tensor).difference(wanted, values=self.exact):
             raise ShoestringError(self._different(difference))
-        self.store[number] = Whole(tensor.detach())
-        if len(self.store) == len(self.saved):
+        self.recomputed[number] = AsIs(tensor.detach())
+        if len(self.recomputed) == len(self.saved):
             raise _Complete
         return _NOTHING
 

@@ -1,6 +1,6 @@
 """What is kept of a tensor that the backward pass will ask for: one mechanism for every technique.
 
-An operation that needs a tensor later calls `keep(tensor)` and gets a `Kept`, whose `take()` gives the tensor back,
+An operation that needs a tensor later calls `store(tensor)` and gets a `Stored`, whose `take()` gives the tensor back,
 once. PyTorch's own operations come through `saved_tensors_hooks`, our autograd functions call it themselves, before
 they compute. Who decides what is kept is the innermost keeper: a checkpointed region keeps nothing and runs again, a
 codec keeps 16 bits, a file, and so on. Without a keeper the tensor itself is kept.
@@ -24,7 +24,7 @@ SECOND_BACKWARD = (
 )
 
 
-class Kept(Protocol):
+class Stored(Protocol):
     """Something from which a saved tensor can be had back, once."""
 
     def take(self) -> Tensor: ...
@@ -36,7 +36,7 @@ CHANGED_IN_PLACE = (
 )
 
 
-class Whole:
+class AsIs:
     """The tensor itself, given up when it is taken, so that the taker decides when it dies."""
 
     __slots__ = ("tensor", "version")
@@ -54,13 +54,13 @@ class Whole:
         return tensor
 
 
-class Once:
+class OneUse:
     """One use of something kept that several operations share; the last use lets go of it."""
 
     __slots__ = ("kept",)
 
-    def __init__(self, kept: "Kept") -> None:
-        self.kept: Kept | None = kept
+    def __init__(self, kept: "Stored") -> None:
+        self.kept: Stored | None = kept
 
     def take(self) -> Tensor:
         kept, self.kept = self.kept, None
@@ -69,24 +69,24 @@ class Once:
         return kept.take()
 
 
-Keeper = Callable[[Tensor], Kept]
+Store = Callable[[Tensor], Stored]
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.keepers: list[Keeper] = []
+        self.keepers: list[Store] = []
 
 
 _stack = _Stack()
 
 
-def keep(tensor: Tensor) -> Kept:
+def store(tensor: Tensor) -> Stored:
     """A tensor that the backward pass will want -> what is kept of it by the innermost keeper."""
-    return _stack.keepers[-1](tensor) if _stack.keepers else Whole(tensor)
+    return _stack.keepers[-1](tensor) if _stack.keepers else AsIs(tensor)
 
 
 @contextmanager
-def keeping(keeper: Keeper) -> Iterator[None]:
+def storing(keeper: Store) -> Iterator[None]:
     """`keeper` decides what is kept of every tensor that is saved inside the context.
 
     Parameters are not handed to it: the model holds them anyway. Nothing has its history with it: an output that its
@@ -108,7 +108,7 @@ def keeping(keeper: Keeper) -> Iterator[None]:
         _stack.keepers.pop()
 
 
-class Shared:
+class Deduplicated:
     """Packs a tensor once however many operations save it: remembers what was kept for as long as it is wanted."""
 
     def __init__(self) -> None:

@@ -36,10 +36,10 @@ def sparse_linear(x: Tensor, values: Tensor, bias: Tensor | None, product: Produ
 
 def sparse_embedding(ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
     """Ids [...] and a sparse table of this shape -> their rows [..., width]."""
-    return _SparseEmbedding.apply(ids, values, index, shape)
+    return _EmbeddingLookup.apply(ids, values, index, shape)
 
 
-class _SparseEmbedding(torch.autograd.Function):
+class _EmbeddingLookup(torch.autograd.Function):
     """Keeps the ids, which the batch holds anyway."""
 
     @staticmethod

@@ -10,38 +10,38 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .regions import Frame
+from .regions import Region
 
 
 class Tape:
     """Takes down the operations of one pass, `every` counted ones to a region."""
 
-    def __init__(self, every: int, run: Any) -> None:
-        self.every, self.run = every, run
-        self.frame: Frame | None = None
+    def __init__(self, every: int, mode: Any) -> None:
+        self.every, self.mode = every, mode
+        self.region: Region | None = None
         self.counted = self.regions = 0
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Answers a call of the model as part of the current region."""
         leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not torch.is_grad_enabled() or not any(leaf.requires_grad for leaf in leaves):
-            return self.run.answer(func, args, kwargs)
-        if self.frame is None or self.counted >= self.every:
+            return self.mode.answer(func, args, kwargs)
+        if self.region is None or self.counted >= self.every:
             self._next_region()
-        assert self.frame is not None
-        if changes_its_input(func, args, kwargs) and not self.frame.place(leaves[0]):
-            return self.run.answer(func, args, kwargs)  # run again, it would change the tensor a second time
-        before = len(self.frame.saved)
-        output = self.frame.call(lambda *a, **k: self.run.answer(func, a, k), args, kwargs)
-        self.counted += len(self.frame.saved) > before
+        assert self.region is not None
+        if changes_its_input(func, args, kwargs) and not self.region.place(leaves[0]):
+            return self.mode.answer(func, args, kwargs)  # run again, it would change the tensor a second time
+        before = len(self.region.saved)
+        output = self.region.call(lambda *a, **k: self.mode.answer(func, a, k), args, kwargs)
+        self.counted += len(self.region.saved) > before
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
-            self.frame.calls.pop()  # .size() and the like need not be asked again
+            self.region.calls.pop()  # .size() and the like need not be asked again
         return output
 
     def _next_region(self) -> None:
         self.regions += 1
         self.counted = 0
-        self.frame = Frame(f"region {self.regions} of {self.every} operations", self.run.running)
+        self.region = Region(f"region {self.regions} of {self.every} operations", self.mode.running)
 
 
 def changes_its_input(func: Any, args: tuple, kwargs: dict) -> bool:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from .saved_tensors import keep
+from .saved_tensors import store
 
-SIXTEEN = (torch.float16, torch.bfloat16)
+HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class Widened(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Rebuild:
 
     def __init__(self, args: tuple, kwargs: dict) -> None:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dtype in SIXTEEN]
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dtype in HALF_TYPES]
         self.tensors = [self.leaves[i] for i in self.places]
         for i in self.places:
             self.leaves[i] = None  # the tensors themselves are kept elsewhere
@@ -74,9 +74,9 @@ def widened(func: Any, args: tuple, kwargs: dict) -> Tensor:
     """A product of 16-bit tensors -> its result in 16 bits, computed in FP32."""
     rebuild = _Rebuild(args, kwargs)
     tensors, rebuild.tensors = rebuild.tensors, []
-    return Widened.apply(func, rebuild, [keep(t) for t in tensors], *tensors)
+    return Widened.apply(func, rebuild, [store(t) for t in tensors], *tensors)
 
 
 def is_narrow(x: Any) -> bool:
     """Whether a tensor is 16 bits on a CPU, which would be slow to multiply as it is."""
-    return isinstance(x, Tensor) and x.dtype in SIXTEEN and x.device.type == "cpu"
+    return isinstance(x, Tensor) and x.dtype in HALF_TYPES and x.device.type == "cpu"

@@ -25,9 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import NoEffect, ShoestringError
 from ...ledger import Phase
-from ...passes.mode import LeanPass, with_lean
-from ...passes.saved_tensors import Keeper, Kept, Once, Shared, Whole, keeping
-from ...phases import current
+from ...passes.mode import LeanModeContext, with_mode
+from ...passes.saved_tensors import AsIs, Deduplicated, OneUse, Store, Stored, storing
+from ...phases import current_phase
 from ...profiling.dry import dry_run
 from ...structure import tensors
 from ...task import Task
@@ -118,11 +118,11 @@ def apply(task: Task, settings: Settings) -> Task:
 
 
 def _with_masks(task: Task) -> Task:
-    if any(isinstance(context, LeanPass) and context.lean.masks for context in task.contexts):
+    if any(isinstance(context, LeanModeContext) and context.options.masks for context in task.contexts):
         raise NoEffect(
             "checkpointing saves one bit per element of ReLU and dropout already: leave out activations masks"
         )
-    lean, _ = with_lean(task, fuse=False, masks=True, products=False)
+    lean, _ = with_mode(task, fuse=False, masks=True, products=False)
     before, after = saved_bytes(task), saved_bytes(lean)
     if after >= before:
         raise NoEffect(
@@ -161,34 +161,34 @@ class SavedPass:
             keepers = {name: stack.enter_context(CODECS[name].opened()) for name in {r.codec for r in self.rules}}
             saver = Saver(self.rules, keepers, model)
             stack.enter_context(saver.place.following(model))
-            stack.enter_context(keeping(saver.keep))
+            stack.enter_context(storing(saver.keep))
             yield saver
 
 
 class Saver:
     """Decides by the rules; packs a tensor once, and of a view the view or its base, whichever is smaller."""
 
-    def __init__(self, rules: tuple[Rule, ...], keepers: dict[str, Keeper], model: nn.Module) -> None:
+    def __init__(self, rules: tuple[Rule, ...], keepers: dict[str, Store], model: nn.Module) -> None:
         self.rules, self.keepers, self.place = rules, keepers, Place(model)
-        self.shared = {name: Shared() for name in keepers}
+        self.shared = {name: Deduplicated() for name in keepers}
         self.taken = 0
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def keep(self, tensor: Tensor) -> Stored:
         codec = self._codec()
         if codec == "whole" or tensor.layout != torch.strided or self.place.holds(tensor):
-            return Whole(tensor)
+            return AsIs(tensor)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             storage_bytes = tensor.untyped_storage().nbytes()
             if tensor.nbytes < SMALL_BYTES:
                 # A small view would keep its whole base alive.
-                return Whole(tensor.detach().clone() if storage_bytes >= SMALL_BYTES else tensor)
+                return AsIs(tensor.detach().clone() if storage_bytes >= SMALL_BYTES else tensor)
             if not CODECS[codec].takes(tensor):
-                return Whole(tensor)
+                return AsIs(tensor)
             self.taken += 1
             if tensor.nbytes >= storage_bytes:
                 base = _base(tensor)
-                return View(tensor, Once(self.shared[codec].once(base, self.keepers[codec])))
-            return Once(self.shared[codec].once(tensor.detach(), self.keepers[codec]))
+                return View(tensor, OneUse(self.shared[codec].once(base, self.keepers[codec])))
+            return OneUse(self.shared[codec].once(tensor.detach(), self.keepers[codec]))
 
     def _codec(self) -> str:
         module, operation = self.place.module, self.place.operation
@@ -232,7 +232,9 @@ class Place(TorchFunctionMode):
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() != self.thread:
             return
-        if len(self.modules) == 1 and current() != Phase.RECOMPUTE:  # what the model is called with is the caller's
+        if (
+            len(self.modules) == 1 and current_phase() != Phase.RECOMPUTE
+        ):  # what the model is called with is the caller's
             inputs = [tensor for tensor in tensors(args) if not tensor.requires_grad]
             self.inputs += [StorageWeakRef(tensor.untyped_storage()) for tensor in inputs]
             self.held |= {_number(tensor) for tensor in inputs}
@@ -271,11 +273,11 @@ def saved_bytes(task: Task) -> int:
     def look(batch: Any) -> int:
         found: dict[int, Tensor] = {}
 
-        def note(tensor: Tensor) -> Whole:
+        def note(tensor: Tensor) -> AsIs:
             found[_number(tensor)] = tensor
-            return Whole(tensor)
+            return AsIs(tensor)
 
-        with keeping(note), _forward(task, batch):
+        with storing(note), _forward(task, batch):
             return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
 
     return dry_run(task, _piece(task), look)

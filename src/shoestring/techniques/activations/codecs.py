@@ -19,7 +19,7 @@ from torch._guards import active_fake_mode
 
 from ...cache import spill_folder
 from ...errors import ShoestringError
-from ...passes.saved_tensors import Keeper, Kept, Whole
+from ...passes.saved_tensors import AsIs, Store, Stored
 from ...units import format_bytes
 from ..technique import Risk
 
@@ -33,7 +33,7 @@ class View:
 
     __slots__ = ("base", "geometry")
 
-    def __init__(self, tensor: Tensor, base: Kept) -> None:
+    def __init__(self, tensor: Tensor, base: Stored) -> None:
         self.base, self.geometry = base, (tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def take(self) -> Tensor:
@@ -159,17 +159,17 @@ def _free_bytes(folder: str) -> int:
 
 # -- the registry -----------------------------------------------------------------------------------------------
 @contextmanager
-def whole() -> Iterator[Keeper]:
-    yield Whole
+def whole() -> Iterator[Store]:
+    yield AsIs
 
 
 @contextmanager
-def half() -> Iterator[Keeper]:
+def half() -> Iterator[Store]:
     yield Half
 
 
 @contextmanager
-def offload() -> Iterator[Keeper]:
+def offload() -> Iterator[Store]:
     """Opens a file for the pass."""
     spill = Spill(spill_folder())
     with spill.file:
@@ -180,7 +180,7 @@ class Codec(NamedTuple):
     """`opened()` gives the codec for a pass; `takes(tensor)` tells whether the tensor is one for it."""
 
     name: str
-    opened: Callable[[], AbstractContextManager[Keeper]]
+    opened: Callable[[], AbstractContextManager[Store]]
     takes: Callable[[Tensor], bool]
     risk: Risk
 

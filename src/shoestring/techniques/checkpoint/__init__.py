@@ -24,9 +24,9 @@ from torch import nn
 from ...errors import NoEffect, ShoestringError
 from ...passes.buffers import Slot, slots_of
 from ...passes.hooks import looking_once
-from ...passes.mode import LeanRun, lean_run, with_lean
+from ...passes.mode import LeanMode, current_mode, with_mode
 from ...passes.patching import patched
-from ...passes.regions import Frame
+from ...passes.regions import Region
 from ...passes.states import devices_of
 from ...passes.switches import switched
 from ...structure import leaves
@@ -49,13 +49,14 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Group:
+class RegionPlan:
     """Blocks that are one region; `nested`: each is a region of its own inside it."""
 
     names: tuple[str, ...]
     nested: bool
 
 
+Slots = list[list[Slot]]  # the buffers of each block
 _NUMBERED = re.compile(r"(every|residual)-([1-9][0-9]{0,5})(\*?)")
 _OPTIMAL = re.compile(r"optimal(?:-(.+))?")
 
@@ -107,18 +108,18 @@ def _with_strategy(task: Task, settings: Settings) -> Task:
     if strategy == "no-bn":
         return _without_norms(task)
     if optimal := _OPTIMAL.fullmatch(strategy):
-        task = with_lean(task, fuse=True, every=0)[0]
+        task = with_mode(task, fuse=True, every=0)[0]
         groups = optimal_groups(task, _runs(task, settings), parse_bytes(optimal[1]) if optimal[1] else None)
         return _with_regions(task, groups)
     kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
     if kind == "every":
-        return with_lean(task, fuse=False, every=int(number))[0]
+        return with_mode(task, fuse=False, every=int(number))[0]
     groups = equal_groups(_runs(task, settings), int(number), bool(star))
-    return _with_regions(with_lean(task, fuse=bool(star), every=0)[0], groups)
+    return _with_regions(with_mode(task, fuse=bool(star), every=0)[0], groups)
 
 
 def _without_norms(task: Task) -> Task:
-    task, patterns = with_lean(task, fuse=True, every=0)
+    task, patterns = with_mode(task, fuse=True, every=0)
     if not patterns.norms:
         raise ShoestringError(
             f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"
@@ -126,7 +127,7 @@ def _without_norms(task: Task) -> Task:
     return task
 
 
-def _with_regions(task: Task, groups: tuple[Group, ...]) -> Task:
+def _with_regions(task: Task, groups: tuple[RegionPlan, ...]) -> Task:
     return task.with_(contexts=(*task.contexts, Regions(groups)))
 
 
@@ -140,13 +141,13 @@ def _runs(task: Task, settings: Settings) -> list[list[str]]:
     return runs
 
 
-def equal_groups(runs: list[list[str]], size: int, star: bool) -> tuple[Group, ...]:
+def equal_groups(runs: list[list[str]], size: int, star: bool) -> tuple[RegionPlan, ...]:
     """Runs of blocks -> groups of `size`; the last of a run may be smaller."""
     groups = (tuple(run[i : i + size]) for run in runs for i in range(0, len(run), size))
-    return tuple(Group(names, star and len(names) > 1) for names in groups)
+    return tuple(RegionPlan(names, star and len(names) > 1) for names in groups)
 
 
-def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) -> tuple[Group, ...]:
+def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) -> tuple[RegionPlan, ...]:
     """Runs of blocks -> the groups that the dynamic programme chooses; the runs count as one chain."""
     costs = block_costs(task, [name for run in runs for name in run])
     ends = {run[-1] for run in runs}
@@ -155,7 +156,7 @@ def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) 
     for segment in choose_segments(costs, budget):
         names = [cost.name for cost in costs[segment.start : segment.stop]]
         if segment.choice != "keep":
-            groups += [Group(part, segment.choice == "nested" and len(part) > 1) for part in _cut(names, ends)]
+            groups += [RegionPlan(part, segment.choice == "nested" and len(part) > 1) for part in _cut(names, ends)]
     return tuple(groups)
 
 
@@ -175,40 +176,44 @@ def _cut(names: list[str], ends: set[str]) -> Iterator[tuple[str, ...]]:
 class Regions:
     """The context of a pass: given the live model, it turns groups of blocks into regions that run again."""
 
-    groups: tuple[Group, ...]
+    plans: tuple[RegionPlan, ...]
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
         devices = devices_of(model.parameters())
         with ExitStack() as stack:
             stack.enter_context(switched(model))
-            for group in self.groups:
-                blocks = [model.get_submodule(name) for name in group.names]
+            for plan in self.plans:
+                blocks = [model.get_submodule(name) for name in plan.names]
                 stack.enter_context(looking_once({part for block in blocks for part in block.modules()}))
-                region = _Region(group, lean_run(), devices, [slots_of(block) for block in blocks])
+                blocks_in_region = _Blocks(plan, current_mode(), devices, [slots_of(block) for block in blocks])
                 for index, block in enumerate(blocks):
-                    stack.enter_context(patched(block, partial(region.call, index)))
+                    stack.enter_context(patched(block, partial(blocks_in_region.call, index)))
             yield
 
 
-class _Region:
-    """Blocks that follow each other, and the frame that they share in this pass."""
+class _Blocks:
+    """Blocks that follow each other, and the region that they share in this pass."""
 
-    def __init__(self, group: Group, run: LeanRun, devices: frozenset[torch.device], slots: list[list[Slot]]) -> None:
-        self.names, self.nested = group.names, group.nested
-        self.run, self.devices, self.slots = run, devices, slots
-        self.frame: Frame | None = None
+    def __init__(
+        self, plan: RegionPlan, mode: LeanMode, devices: frozenset[torch.device], slots: list[list[Slot]]
+    ) -> None:
+        self.names, self.nested = plan.names, plan.nested
+        self.mode, self.devices, self.slots = mode, devices, slots
+        self.region: Region | None = None
 
     def call(self, index: int, forward: Any, args: tuple, kwargs: dict) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        args, kwargs = self.run.real((args, kwargs))
-        follows = self.frame is not None and any(map(self.frame.place, leaves((args, kwargs))))
-        if self.frame is None or index == 0 or not follows:  # what lies between the two blocks is not run again
-            self.frame = Frame(" + ".join(self.names), self.run.running, self.run.keep_input, self.devices)
-        return self.frame.call(self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index])
+        args, kwargs = self.mode.real((args, kwargs))
+        follows = self.region is not None and any(map(self.region.place, leaves((args, kwargs))))
+        if self.region is None or index == 0 or not follows:  # what lies between the two blocks is not run again
+            self.region = Region(" + ".join(self.names), self.mode.running, self.mode.store_input, self.devices)
+        return self.region.call(
+            self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index]
+        )
 
     def _block(self, index: int, forward: Any) -> Any:
         """The block as a region of its own, inside the larger one."""
-        frame = partial(Frame, self.names[index], self.run.running, devices=self.devices)
-        return lambda *args, **kwargs: frame().call(forward, args, kwargs, self.slots[index])
+        region = partial(Region, self.names[index], self.mode.running, devices=self.devices)
+        return lambda *args, **kwargs: region().call(forward, args, kwargs, self.slots[index])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ...errors import ShoestringError
 from ...kernels import flops  # noqa: F401 - the formulas of our own operators
 from ...passes.patching import patched
-from ...passes.saved_tensors import Whole, keeping
+from ...passes.saved_tensors import AsIs, storing
 from ...passes.switches import switched
 from ...profiling.dry import dry_run
 from ...structure import tensors
@@ -87,13 +87,13 @@ def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, 
     inputs = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors((args, kwargs))}
     inside: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Whole:
+    def note(tensor: Tensor) -> AsIs:
         storage = tensor.untyped_storage()
         if storage._cdata not in inputs:
             inside[storage._cdata] = storage.nbytes()
-        return Whole(tensor)
+        return AsIs(tensor)
 
-    with keeping(note), FlopCounterMode(display=False) as counter:
+    with storing(note), FlopCounterMode(display=False) as counter:
         output = forward(*args, **kwargs)
     costs[name] = BlockCost(name, sum(inputs.values()), sum(inside.values()), counter.get_total_flops())
     return output

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import NoEffect, ShoestringError
-from ...passes.mode import LeanPass
+from ...passes.mode import LeanModeContext
 from ...passes.patching import patched
 from ...task import Task
 from ..technique import Effect, Risk
@@ -130,7 +130,7 @@ def _accept(found: Verdict) -> None:
 def _simulated(task: Task, settings: Settings, by: str) -> dict[str, Any]:
     if by != "examples":
         raise ShoestringError("simulated microbatches go by examples: batch norm knows no tokens")
-    if any(isinstance(context, LeanPass) for context in task.contexts):
+    if any(isinstance(context, LeanModeContext) for context in task.contexts):
         raise ShoestringError(
             "simulated microbatches save no memory and do not go with checkpointing: use true microbatches"
         )

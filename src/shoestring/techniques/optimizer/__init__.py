@@ -21,14 +21,14 @@ from ...kernels.moments import FORMS
 from ...optimizers import trainable
 from ...task import SGD, Adam, Task
 from ..technique import Effect, Risk
-from .base import LOSS_SCALE, LeanOptimizer, refuse_using_up, why_gradients_stay
+from .base import LOSS_SCALE, LeanOptimizer, refuse_in_backward, why_gradients_stay
 from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .rules import Group, Rule, groups_of
 from .sgd_adam import LeanAdam, LeanSGD, is_heavy_ball
 
 NARROW = tuple(form for form in FORMS if form != "fp32")
 FACTORED = ("sm3", "adafactor")
-USING_UP = "no-gradient"
+IN_BACKWARD = "no-gradient"
 BUILDERS: dict[type, Callable[..., LeanOptimizer]] = {
     SGD: LeanSGD,
     Adam: LeanAdam,
@@ -38,7 +38,7 @@ BUILDERS: dict[type, Callable[..., LeanOptimizer]] = {
 
 
 @dataclass(frozen=True)
-class Lean:
+class LeanSettings:
     """Settings of a lean optimizer: a rule, the form of its moments, and whether gradients are used up at once.
 
     `seed` is that of the random bits by which BF16 weights and narrow second moments are rounded. Where there are
@@ -47,7 +47,7 @@ class Lean:
 
     rule: Rule
     state: str = "fp32"
-    uses_up: bool = False
+    in_backward: bool = False
     seed: int = 0
     groups: tuple[Group, ...] = field(default=(), repr=False)
 
@@ -58,7 +58,7 @@ class Lean:
         if self.groups:
             found = dict(given)
             parameters = [{"params": [found[name] for name in g.names], **vars(g.rule)} for g in self.groups]
-        return BUILDERS[type(self.rule)](parameters, self.rule, self.state, self.uses_up, self.seed)
+        return BUILDERS[type(self.rule)](parameters, self.rule, self.state, self.in_backward, self.seed)
 
     @property
     def rules(self) -> list[Rule]:
@@ -66,11 +66,11 @@ class Lean:
         return [group.rule for group in self.groups] or [self.rule]
 
     @property
-    def gathers(self) -> bool:
+    def folds_into_momentum(self) -> bool:
         """Whether gradients of several microbatches could be used up as they are made."""
         return all(is_heavy_ball(vars(rule)) for rule in self.rules)
 
-    def with_rules(self, change: Callable[[Rule], Rule]) -> "Lean":
+    def with_rules(self, change: Callable[[Rule], Rule]) -> "LeanSettings":
         """The same with each rule changed."""
         groups = tuple(Group(group.names, change(group.rule)) for group in self.groups)
         return replace(self, rule=change(self.rule), groups=groups)
@@ -95,10 +95,10 @@ def options(task: Task) -> list[str]:
     rule = lean_update(task).rule
     if not isinstance(rule, SGD | Adam):
         return []
-    using_up = [USING_UP] if why_gradients_stay(task) is None else []
+    extra = [IN_BACKWARD] if why_gradients_stay(task) is None else []
     # Of SGD, neither factored method would need less than 8 bits do: its state has no second moment.
     forms = ["8bit", "sm3+8bit", "adafactor"] if isinstance(rule, Adam) else ["8bit"]
-    return [*using_up, *(f"{form}{more}" for form in forms for more in ("", *(f"+{word}" for word in using_up)))]
+    return [*extra, *(f"{form}{more}" for form in forms for more in ("", *(f"+{word}" for word in extra)))]
 
 
 def risk(task: Task, words: str) -> Risk:
@@ -112,11 +112,11 @@ def risk(task: Task, words: str) -> Risk:
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     """Why gradients cannot be used up as they are made beside another setting."""
     words = Settings(str(settings.get("optimizer", "")))
-    if not words.pick([USING_UP]):
+    if not words.pick([IN_BACKWARD]):
         return ""
     if settings.get("precision") == "fp16":
         return why_gradients_stay(task) or LOSS_SCALE
-    if "microbatch" in settings and not changed(task, words).gathers:
+    if "microbatch" in settings and not changed(task, words).folds_into_momentum:
         return "gradients of several microbatches are used up as they are made with heavy-ball momentum only"
     return ""
 
@@ -126,7 +126,7 @@ def effect(task: Task, words: str) -> Effect:
     settings, old = Settings(words), lean_update(task)
     new, before = changed(task, settings), moments(old.rule) * FORM_BYTES[old.state]
     state = moments(new.rule) * FORM_BYTES[new.state] / before if before else 1.0
-    return Effect(gradients=0.0 if settings.pick([USING_UP]) else 1.0, state=state, update=0.0)
+    return Effect(gradients=0.0 if settings.pick([IN_BACKWARD]) else 1.0, state=state, update=0.0)
 
 
 FORM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "8bit": 1.02}  # of a value, scales included
@@ -137,7 +137,7 @@ def moments(rule: Any) -> int:
     return 2 if isinstance(rule, Adam) else 0 if has_no_state(rule) else 1
 
 
-def changed(task: Task, settings: Settings) -> Lean:
+def changed(task: Task, settings: Settings) -> LeanSettings:
     """The lean form of a task's optimizer that the words ask for."""
     lean, kind = lean_update(task, settings.pick(FORMS)), settings.pick(FACTORED)
     return lean.with_rules(partial(factored_form, kind)) if kind else lean
@@ -145,34 +145,34 @@ def changed(task: Task, settings: Settings) -> Lean:
 
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task with a lean optimizer."""
-    if unknown := set(settings.words.split("+")) - {*FORMS, *FACTORED, USING_UP}:
-        known = ", ".join([*NARROW, *FACTORED, USING_UP])
+    if unknown := set(settings.words.split("+")) - {*FORMS, *FACTORED, IN_BACKWARD}:
+        known = ", ".join([*NARROW, *FACTORED, IN_BACKWARD])
         raise ShoestringError(f"there is no lean optimizer {min(unknown)!r}: use {known}, joined by +")
     lean, kind = changed(task, settings), settings.pick(FACTORED)
-    if settings.pick([USING_UP]):
-        refuse_using_up(task)
-        lean = replace(lean, uses_up=True)
-    if all(map(has_no_state, lean.rules)) and lean.state != "fp32" and not kind and not lean.uses_up:
+    if settings.pick([IN_BACKWARD]):
+        refuse_in_backward(task)
+        lean = replace(lean, in_backward=True)
+    if all(map(has_no_state, lean.rules)) and lean.state != "fp32" and not kind and not lean.in_backward:
         raise NoEffect(f"{lean.rule} keeps nothing that {lean.state} could make smaller: leave it out of the plan")
     settings_now = task.settings | {"optimizer": settings.words}
     return task.with_(optimizer=lean, settings=settings_now)
 
 
-def lean_update(task: Task, state: str | None = None) -> Lean:
+def lean_update(task: Task, state: str | None = None) -> LeanSettings:
     """A task and a form of its optimizer's state (by default the one that it has) -> the lean form of its optimizer."""
     if state is not None and state not in FORMS:
         raise ShoestringError(f"there is no form {state!r} of optimizer state: use {', '.join(FORMS)}")
-    lean = task.optimizer if isinstance(task.optimizer, Lean) else _lean(task)
+    lean = task.optimizer if isinstance(task.optimizer, LeanSettings) else _lean(task)
     return lean if state is None else replace(lean, state=state)
 
 
-def _lean(task: Task) -> Lean:
+def _lean(task: Task) -> LeanSettings:
     if type(task.optimizer) in BUILDERS:
-        return Lean(task.optimizer)
+        return LeanSettings(task.optimizer)
     groups = groups_of(task)
     one_rule = len({group.rule for group in groups}) == 1
     covers_all = sum(len(group.names) for group in groups) == len(list(trainable(task.model)))
-    return Lean(groups[0].rule, groups=() if one_rule and covers_all else groups)
+    return LeanSettings(groups[0].rule, groups=() if one_rule and covers_all else groups)
 
 
 def factored_form(kind: str, rule: Any) -> SM3 | Adafactor:

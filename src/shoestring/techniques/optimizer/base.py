@@ -31,19 +31,19 @@ class LeanOptimizer(torch.optim.Optimizer):
     of rounding, so they are saved with the run.
     """
 
-    gathers = False
-    gathering_refused = "an update needs the sum of all microbatches' gradients"
+    folds_into_momentum = False
+    why_not_folded = "an update needs the sum of all microbatches' gradients"
 
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
         defaults: dict[str, Any],
         form: str = "fp32",
-        uses_up: bool = False,
+        in_backward: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__(parameters, defaults | {"form": form, "seed": seed, "updates": 0})
-        self.uses_up = uses_up
+        self.in_backward = in_backward
         self._taken: dict[Tensor, None] = {}  # whose gradients this step has used up so far
 
     # -- what a rule gives --------------------------------------------------------------------------------------
@@ -51,11 +51,11 @@ class LeanOptimizer(torch.optim.Optimizer):
         """One whole update of a tensor by factor * gradient."""
         raise NotImplementedError
 
-    def gather(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
+    def fold_into_momentum(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
         """Adds one of several gradients to the state."""
         raise NotImplementedError
 
-    def follow(self, weight: Tensor, group: dict, noise: Noise) -> None:
+    def apply_momentum(self, weight: Tensor, group: dict, noise: Noise) -> None:
         """Updates a tensor from the gradients that its state has gathered."""
         raise NotImplementedError
 
@@ -84,14 +84,14 @@ class LeanOptimizer(torch.optim.Optimizer):
         for weight, group, noise in self._numbered():
             if weight.grad is None:
                 continue
-            if self.uses_up:
-                self._use_up(weight, group, noise)
+            if self.in_backward:
+                self._take_gradient(weight, group, noise)
             else:
                 self.update(weight, group, weight.grad, factor, noise)
-        if self.gathers:
+        if self.folds_into_momentum:
             for weight, group, noise in self._numbered():
                 if weight in self._taken:
-                    self.follow(weight, group, noise)
+                    self.apply_momentum(weight, group, noise)
         self._taken.clear()
         for group in self.param_groups:
             group["updates"] += 1
@@ -107,23 +107,23 @@ class LeanOptimizer(torch.optim.Optimizer):
     @property
     def contexts(self) -> tuple[Callable[[nn.Module], AbstractContextManager], ...]:
         """What a step must enter around each pass."""
-        return (self.using_up,) if self.uses_up else ()
+        return (self.updating_in_backward,) if self.in_backward else ()
 
     def begin(self, task: Task, pieces: int) -> None:
         """Told before each step what it will do; refuses what would not be exact."""
-        if not self.uses_up:
+        if not self.in_backward:
             return
         if self._taken:
             raise self._broken()
-        refuse_using_up(task)
-        if pieces > 1 and not self.gathers:
+        refuse_in_backward(task)
+        if pieces > 1 and not self.folds_into_momentum:
             raise ShoestringError(
-                f"gradients of {pieces} microbatches cannot be used up as they are made, for {self.gathering_refused}: "
+                f"gradients of {pieces} microbatches cannot be used up as they are made, for {self.why_not_folded}: "
                 "use the whole batch, heavy-ball momentum, or keep gradients"
             )
 
     @contextmanager
-    def using_up(self, model: nn.Module) -> Iterator[None]:
+    def updating_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Inside, each gradient is taken as soon as the backward pass has it."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         with ExitStack() as stack:
@@ -136,7 +136,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         def take(weight: Tensor) -> None:
             with torch.no_grad(), phase(Phase.UPDATE):
                 self._check_finite(weight, name)
-                self._use_up(weight, group, noise)
+                self._take_gradient(weight, group, noise)
 
         return take
 
@@ -154,13 +154,13 @@ class LeanOptimizer(torch.optim.Optimizer):
         )
         raise Diverged(f"the gradient of {name} is not finite; {before} lower the learning rate")
 
-    def _use_up(self, weight: Tensor, group: dict, noise: Noise) -> None:
+    def _take_gradient(self, weight: Tensor, group: dict, noise: Noise) -> None:
         gradient, weight.grad = weight.grad, None
         assert gradient is not None
         is_first = weight not in self._taken
         self._taken[weight] = None
-        if self.gathers:
-            self.gather(weight, group, gradient, is_first)
+        if self.folds_into_momentum:
+            self.fold_into_momentum(weight, group, gradient, is_first)
         elif is_first:
             self.update(weight, group, gradient, 1.0, noise)
         else:
@@ -197,7 +197,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             group.update({key: value for key, value in values.items() if key != "params"})
 
 
-def refuse_using_up(task: Task) -> None:
+def refuse_in_backward(task: Task) -> None:
     """Raises where a step must see all its gradients before it may use one, with the reason."""
     if reason := why_gradients_stay(task):
         raise ShoestringError(f"gradients cannot be used up as they are made, for {reason}, or keep gradients")

@@ -83,7 +83,7 @@ def write(weight: Tensor, part: slice, numbers: Tensor, noise: Noise) -> None:
 class Factored(LeanOptimizer):
     """What both have: one accumulator a row and one a column."""
 
-    gathering_refused = "a second moment needs the square of their sum"
+    why_not_folded = "a second moment needs the square of their sum"
 
     def accumulators(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         state, columns = self.state[weight], columns_of(weight)
@@ -99,9 +99,14 @@ class Factored(LeanOptimizer):
 # -- SM3 ------------------------------------------------------------------------------------------------------
 class LeanSM3(Factored):
     def __init__(
-        self, parameters: Iterable[nn.Parameter], rule: SM3, form: str = "fp32", uses_up: bool = False, seed: int = 0
+        self,
+        parameters: Iterable[nn.Parameter],
+        rule: SM3,
+        form: str = "fp32",
+        in_backward: bool = False,
+        seed: int = 0,
     ) -> None:
-        super().__init__(parameters, vars(rule), form, uses_up, seed)
+        super().__init__(parameters, vars(rule), form, in_backward, seed)
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """sum = min(row, column) + g^2; m = mu m + (1 - mu) g / sqrt(sum); weight -= lr m; row, column = max of sum."""
@@ -137,10 +142,10 @@ class LeanAdafactor(Factored):
         parameters: Iterable[nn.Parameter],
         rule: Adafactor,
         form: str = "fp32",
-        uses_up: bool = False,
+        in_backward: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(parameters, vars(rule), form, uses_up, seed)
+        super().__init__(parameters, vars(rule), form, in_backward, seed)
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """u = g / sqrt(row column / mean(row)); weight -= step u / max(1, RMS(u) / clip)."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_follow, sgd_update
+from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
 from ...task import SGD, Adam
 from .base import LeanOptimizer
 
@@ -16,13 +16,13 @@ def is_heavy_ball(settings: Mapping[str, Any]) -> bool:
 
 
 class LeanSGD(LeanOptimizer):
-    """SGD. Heavy-ball momentum gathers: m = mu m + g1 + g2 + ... needs no gradient but the one at hand."""
+    """SGD. Heavy-ball momentum folds_into_momentum: m = mu m + g1 + g2 + ... needs no gradient but the one at hand."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, uses_up: bool, seed: int) -> None:
-        super().__init__(parameters, vars(rule), form, uses_up, seed)
-        self.gathers = uses_up and all(map(is_heavy_ball, self.param_groups))
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, in_backward: bool, seed: int) -> None:
+        super().__init__(parameters, vars(rule), form, in_backward, seed)
+        self.folds_into_momentum = in_backward and all(map(is_heavy_ball, self.param_groups))
         if any(group["nesterov"] for group in self.param_groups):
-            self.gathering_refused = "Nesterov's momentum needs the sum of their gradients beside the momentum"
+            self.why_not_folded = "Nesterov's momentum needs the sum of their gradients beside the momentum"
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         momentum = self.moment(weight, group, "momentum_buffer") if group["momentum"] else None
@@ -38,7 +38,7 @@ class LeanSGD(LeanOptimizer):
             noise=noise,
         )
 
-    def gather(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
+    def fold_into_momentum(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
         momentum = self.moment(weight, group, "momentum_buffer")
         if is_first:
             mu, decay = group["momentum"], group["weight_decay"]
@@ -46,17 +46,17 @@ class LeanSGD(LeanOptimizer):
         else:
             sgd_accumulate(weight, gradient, momentum)
 
-    def follow(self, weight: Tensor, group: dict, noise: Noise) -> None:
-        sgd_follow(weight, self.moment(weight, group, "momentum_buffer"), lr=group["lr"], noise=noise)
+    def apply_momentum(self, weight: Tensor, group: dict, noise: Noise) -> None:
+        sgd_apply_momentum(weight, self.moment(weight, group, "momentum_buffer"), lr=group["lr"], noise=noise)
 
 
 class LeanAdam(LeanOptimizer):
     """Adam and AdamW."""
 
-    gathering_refused = "Adam's second moment needs the square of their sum"
+    why_not_folded = "Adam's second moment needs the square of their sum"
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: Adam, form: str, uses_up: bool, seed: int) -> None:
-        super().__init__(parameters, vars(rule), form, uses_up, seed)
+    def __init__(self, parameters: Iterable[nn.Parameter], rule: Adam, form: str, in_backward: bool, seed: int) -> None:
+        super().__init__(parameters, vars(rule), form, in_backward, seed)
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         first = self.moment(weight, group, "exp_avg")

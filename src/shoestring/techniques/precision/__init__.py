@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ...errors import ShoestringError
 from ...passes.boundary import bound
-from ...passes.mode import with_lean
+from ...passes.mode import with_mode
 from ...task import Task
-from ..optimizer import USING_UP, lean_update
+from ..optimizer import IN_BACKWARD, lean_update
 from ..optimizer import options as optimizer_options
 from ..technique import Least, Risk
 from .loss_scale import Scaling
@@ -40,7 +40,7 @@ def apply(task: Task, settings: Settings) -> Task:
         raise ShoestringError(f"there is no precision {settings.form!r}: use fp32, {' or '.join(DTYPES)}")
     dtype = DTYPES[settings.form]
     check_convertible(task.model, dtype)
-    task = with_lean(task)[0]
+    task = with_mode(task)[0]
     if any(parameter.is_meta for parameter in task.model.parameters()):
         task = task.with_(model=copy.deepcopy(task.model))  # costs nothing, and others may hold the model
     convert(task.model, dtype)
@@ -55,8 +55,8 @@ def apply(task: Task, settings: Settings) -> Task:
 def options(task: Task) -> list[str]:
     """Forms that the planner tries. BF16 has no loss scale to wait for, so that gradients can be used up as they are
     made: where that is not possible, it takes as many bytes as FP16 and holds fewer digits."""
-    using_up = any(USING_UP in words for words in optimizer_options(task))
-    return ["fp16", "bf16"] if using_up else ["fp16"]
+    possible = any(IN_BACKWARD in words for words in optimizer_options(task))
+    return ["fp16", "bf16"] if possible else ["fp16"]
 
 
 def risk(task: Task, form: str) -> Risk:

@@ -24,7 +24,7 @@ def record_reset(module: nn.Module, name: str) -> dict[str, tuple[Step, ...]]:
     with FakeTensorMode():  # not meta: on it, PyTorch's initialisers do nothing where they need values
         fakes = {key: nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for key, p in _parameters(module).items()}
         vars(twin)["_parameters"] = dict(module._parameters) | fakes
-        recorder = _Recorder(name, fakes)
+        recorder = _FillRecorder(name, fakes)
         try:
             with torch.no_grad(), recorder:
                 twin.reset_parameters()  # type: ignore[operator]
@@ -44,7 +44,7 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {key: parameter for key, parameter in module._parameters.items() if parameter is not None}
 
 
-class _Recorder(TorchDispatchMode):
+class _FillRecorder(TorchDispatchMode):
     def __init__(self, name: str, parameters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.name, self.parameters = name, parameters

@@ -9,9 +9,9 @@ from torch import nn
 from shoestring import ShoestringError
 from shoestring.ledger import Phase
 from shoestring.passes.checksums import Seen
-from shoestring.passes.regions import Frame
-from shoestring.passes.saved_tensors import Whole
-from shoestring.phases import current
+from shoestring.passes.regions import Region
+from shoestring.passes.saved_tensors import AsIs
+from shoestring.phases import current_phase
 
 
 class Counted(nn.Module):
@@ -23,7 +23,7 @@ class Counted(nn.Module):
 
     def forward(self, x):
         for step in ("mul", "exp", "sin", "end"):
-            self.steps.append((step, current()))
+            self.steps.append((step, current_phase()))
             x = {"mul": lambda x: x * self.weight, "exp": torch.exp, "sin": torch.sin, "end": lambda x: x + 1}[step](x)
         return x
 
@@ -35,7 +35,7 @@ def leaf():
 def test_a_region_gives_the_gradients_of_its_function():
     x, y, plain, again = leaf(), leaf(), Counted(), Counted()
     plain(x * 2).sum().backward()
-    Frame("region").call(again, (y * 2,), {}).sum().backward()
+    Region("region").call(again, (y * 2,), {}).sum().backward()
     assert torch.equal(y.grad, x.grad)
     assert torch.equal(again.weight.grad, plain.weight.grad)
 
@@ -43,33 +43,33 @@ def test_a_region_gives_the_gradients_of_its_function():
 def test_a_region_keeps_its_input_and_nothing_else():
     kept = []
 
-    def keep(tensor):
+    def store(tensor):
         kept.append(tensor)
-        return Whole(tensor)
+        return AsIs(tensor)
 
     x = leaf() * 2
-    frame = Frame("region", keep_input=keep)
-    frame.call(Counted(), (x,), {})
+    region = Region("region", store_input=store)
+    region.call(Counted(), (x,), {})
     assert len(kept) == 1
     assert kept[0] is x
-    assert frame.store is None
-    assert len(frame.saved) == 3  # the product's x, exp's output, sin's input
+    assert region.recomputed is None
+    assert len(region.saved) == 3  # the product's x, exp's output, sin's input
 
 
 def test_a_region_runs_again_once_and_stops_at_the_last_tensor_that_is_asked_for():
     model = Counted()
-    loss = Frame("region").call(model, (leaf() * 2,), {}).sum()
-    assert [phase for _, phase in model.steps] == [current()] * 4
+    loss = Region("region").call(model, (leaf() * 2,), {}).sum()
+    assert [phase for _, phase in model.steps] == [current_phase()] * 4
     loss.backward()
     assert model.steps[4:] == [(step, Phase.RECOMPUTE) for step in ("mul", "exp", "sin")]
 
 
 def test_calls_of_one_region_pass_on_what_they_made():
     first, second, x = Counted(), Counted(), leaf()
-    frame = Frame("region")
-    between = frame.call(first, (x * 2,), {})
-    assert frame.place(between) is not None
-    frame.call(second, (between,), {}).sum().backward()
+    region = Region("region")
+    between = region.call(first, (x * 2,), {})
+    assert region.place(between) is not None
+    region.call(second, (between,), {}).sum().backward()
     y, plain = leaf(), (Counted(), Counted())
     plain[1](plain[0](y * 2)).sum().backward()
     assert torch.equal(x.grad, y.grad)
@@ -80,27 +80,27 @@ def test_a_region_inside_a_region():
     inner = Counted()
 
     def outer(x):
-        return Frame("inner").call(inner, (x.tanh(),), {}).cos()
+        return Region("inner").call(inner, (x.tanh(),), {}).cos()
 
     x, y, plain = leaf(), leaf(), Counted()
-    Frame("outer").call(outer, (x * 2,), {}).sum().backward()
+    Region("outer").call(outer, (x * 2,), {}).sum().backward()
     plain((y * 2).tanh()).cos().sum().backward()
     assert torch.equal(x.grad, y.grad)
 
 
 def test_what_a_region_made_is_not_held_by_it():
-    frame = Frame("region")
-    output = frame.call(Counted(), (leaf() * 2,), {})
+    region = Region("region")
+    output = region.call(Counted(), (leaf() * 2,), {})
     number = id(output)
-    assert frame.place(output)
+    assert region.place(output)
     del output
-    assert frame._made[number][0]() is None
+    assert region._made[number][0]() is None
 
 
 def test_random_numbers_are_drawn_again_and_the_generator_goes_on():
     x = torch.randn(1000, requires_grad=True)
     torch.manual_seed(3)
-    out = Frame("region").call(nn.Dropout(0.5), (x * 1,), {})
+    out = Region("region").call(nn.Dropout(0.5), (x * 1,), {})
     after = torch.get_rng_state()
     out.sum().backward()
     assert torch.equal(torch.get_rng_state(), after)
@@ -108,7 +108,7 @@ def test_random_numbers_are_drawn_again_and_the_generator_goes_on():
 
 
 def test_the_random_state_is_kept_only_where_it_was_drawn_from():
-    drawing, still = Frame("a"), Frame("b")
+    drawing, still = Region("a"), Region("b")
     drawing.call(nn.Dropout(0.5), (leaf() * 1,), {})
     still.call(nn.Tanh(), (leaf() * 1,), {})
     assert list(drawing.calls[0].state.random) == [torch.device("cpu")]
@@ -123,12 +123,12 @@ def test_a_region_whose_second_run_saves_less_is_told():
         return x.exp().sin() if len(runs) == 1 else x.exp() + 1
 
     with pytest.raises(ShoestringError, match="the region saved 1 tensors in place of 2 when it was run again"):
-        Frame("the region").call(moody, (leaf() * 2,), {}).sum().backward()
+        Region("the region").call(moody, (leaf() * 2,), {}).sum().backward()
 
 
 def test_an_input_that_is_changed_in_place_later_is_told():
     x = leaf() * 2
-    loss = Frame("region").call(torch.sin, (x,), {}).sum()
+    loss = Region("region").call(torch.sin, (x,), {}).sum()
     with torch.no_grad():
         x.add_(1)
     with pytest.raises(ShoestringError, match="was changed in place"):
@@ -185,7 +185,7 @@ def test_random_numbers_of_another_device_are_drawn_again_and_its_generator_goes
     far = Far(torch.zeros(1)) if place == "an argument's" else None
     devices = frozenset() if far is not None else frozenset({torch.device("xpu:1")})
     x, y, plain = leaf(), leaf(), torch.Generator().manual_seed(2)
-    out = Frame("region", devices=devices).call(noisy(second), (x * 2, far), {})
+    out = Region("region", devices=devices).call(noisy(second), (x * 2, far), {})
     wanted = noisy(plain)(y * 2)
     assert torch.equal(out, wanted)
     torch.rand(3, generator=second)  # the backward pass comes later
@@ -197,16 +197,16 @@ def test_random_numbers_of_another_device_are_drawn_again_and_its_generator_goes
 
 
 def test_without_its_devices_a_region_that_draws_there_is_told(accelerator):
-    loss = Frame("region").call(noisy(accelerator.generators[1]), (leaf() * 2,), {}).sum()
+    loss = Region("region").call(noisy(accelerator.generators[1]), (leaf() * 2,), {}).sum()
     with pytest.raises(ShoestringError, match=r"region saved other values of \(3,\) when it was run again"):
         loss.backward()
 
 
 def test_the_states_of_devices_that_were_not_drawn_from_are_dropped(accelerator):
     both = frozenset({torch.device("xpu:0"), torch.device("xpu:1")})
-    frame = Frame("region", devices=both)
-    frame.call(noisy(accelerator.generators[0]), (leaf() * 2,), {})
-    assert list(frame.calls[0].state.random) == [torch.device("xpu:0")]
+    region = Region("region", devices=both)
+    region.call(noisy(accelerator.generators[0]), (leaf() * 2,), {})
+    assert list(region.calls[0].state.random) == [torch.device("xpu:0")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -218,7 +218,7 @@ def test_autocast_of_another_device_is_as_it_was(accelerator, dtype):
         return x.exp()
 
     with torch.autocast("xpu", dtype):
-        loss = Frame("region", devices=frozenset({torch.device("xpu:0")})).call(look, (leaf() * 2,), {}).sum()
+        loss = Region("region", devices=frozenset({torch.device("xpu:0")})).call(look, (leaf() * 2,), {}).sum()
     loss.backward()
     assert seen == [(True, dtype)] * 2
     assert not torch.is_autocast_enabled("xpu")
@@ -254,7 +254,7 @@ CHANGES = {
 def test_a_change_in_any_tensor_that_is_saved_is_told(change):
     x = torch.linspace(1, 2, 24).view(6, 4).requires_grad_()
     with pytest.raises(ShoestringError, match=r"saved other values of \(6, 4\) .* not deterministic"):
-        Frame("region").call(fickle(CHANGES[change]), (x,), {}).sum().backward()
+        Region("region").call(fickle(CHANGES[change]), (x,), {}).sum().backward()
 
 
 LAYOUTS = {
@@ -302,5 +302,5 @@ def test_a_region_whose_input_comes_back_rounded_is_not_called_random():
             return self.tensor
 
     x = torch.linspace(1, 2, 24).requires_grad_()
-    Frame("region", keep_input=Rounded).call(torch.exp, (x * 1,), {}).sum().backward()
+    Region("region", store_input=Rounded).call(torch.exp, (x * 1,), {}).sum().backward()
     assert torch.allclose(x.grad, x.exp(), rtol=1e-3)

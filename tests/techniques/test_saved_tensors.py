@@ -7,7 +7,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoestring import ShoestringError
-from shoestring.passes.saved_tensors import Once, Shared, Whole, keep, keeping
+from shoestring.passes.saved_tensors import AsIs, Deduplicated, OneUse, store, storing
 
 
 class Copy:
@@ -30,20 +30,20 @@ def count():
 
 def test_without_a_keeper_a_tensor_is_kept_whole():
     x = torch.ones(3)
-    assert keep(x).take() is x
+    assert store(x).take() is x
 
 
 def test_the_innermost_keeper_decides():
-    with keeping(Whole), keeping(Copy):
-        assert isinstance(keep(torch.ones(3)), Copy)
-        with keeping(Whole):
-            assert isinstance(keep(torch.ones(3)), Whole)
-    assert isinstance(keep(torch.ones(3)), Whole)
+    with storing(AsIs), storing(Copy):
+        assert isinstance(store(torch.ones(3)), Copy)
+        with storing(AsIs):
+            assert isinstance(store(torch.ones(3)), AsIs)
+    assert isinstance(store(torch.ones(3)), AsIs)
 
 
 def test_what_pytorchs_operations_save_goes_through_the_keeper():
     w, x = nn.Parameter(torch.ones(3)), torch.arange(3.0)
-    with keeping(Copy):
+    with storing(Copy):
         (x.square() * w).sum().backward()
     assert Copy.made == 1  # x's square; w is a parameter
     assert torch.equal(w.grad, x.square())
@@ -53,13 +53,13 @@ def test_a_keeper_that_raises_leaves_no_keeper_behind():
     def refuse(tensor):
         raise ShoestringError("no")
 
-    with pytest.raises(ShoestringError, match="no"), keeping(refuse):
+    with pytest.raises(ShoestringError, match="no"), storing(refuse):
         nn.Parameter(torch.ones(3)).exp()
-    assert isinstance(keep(torch.ones(3)), Whole)
+    assert isinstance(store(torch.ones(3)), AsIs)
     nn.Parameter(torch.ones(3)).exp().sum().backward()
 
 
-@pytest.mark.parametrize("kept", [Whole, lambda x: Once(Copy(x))])
+@pytest.mark.parametrize("kept", [AsIs, lambda x: OneUse(Copy(x))])
 def test_a_tensor_is_given_back_once(kept):
     once = kept(torch.ones(3))
     once.take()
@@ -69,7 +69,7 @@ def test_a_tensor_is_given_back_once(kept):
 
 def test_a_second_backward_pass_is_refused():
     w, x = nn.Parameter(torch.ones(3)), torch.arange(3.0)
-    with keeping(Whole):
+    with storing(AsIs):
         loss = (x.square() * w).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(ShoestringError, match=r"call loss\.backward\(\) once"):
@@ -78,7 +78,7 @@ def test_a_second_backward_pass_is_refused():
 
 def test_a_tensor_that_is_changed_in_place_after_it_was_kept_is_refused():
     w, x = nn.Parameter(torch.ones(3)), torch.arange(3.0)
-    with keeping(Whole):
+    with storing(AsIs):
         loss = (x * w).sum()
         x.add_(1)
         with pytest.raises(ShoestringError, match=r"shape \(3,\) .* was changed in place"):
@@ -87,7 +87,7 @@ def test_a_tensor_that_is_changed_in_place_after_it_was_kept_is_refused():
 
 def test_a_copy_is_what_the_tensor_was_when_it_was_kept():
     w, x = nn.Parameter(torch.ones(3)), torch.arange(3.0)
-    with keeping(Copy):
+    with storing(Copy):
         loss = (x * w).sum()
         x.add_(1)
         loss.backward()
@@ -95,28 +95,28 @@ def test_a_copy_is_what_the_tensor_was_when_it_was_kept():
 
 
 def test_a_tensor_that_two_operations_save_is_packed_once():
-    shared, x = Shared(), torch.randn(100)
+    shared, x = Deduplicated(), torch.randn(100)
     first, second = shared.once(x, Copy), shared.once(x.view(100), Copy)
     assert first is second
     assert Copy.made == 1
 
 
 def test_a_tensor_that_changed_is_packed_again():
-    shared, x = Shared(), torch.zeros(100)
+    shared, x = Deduplicated(), torch.zeros(100)
     first = shared.once(x, Copy)
     x.add_(1)
     assert shared.once(x, Copy) is not first
 
 
 def test_a_new_tensor_in_the_place_of_one_that_died_is_packed_anew():
-    shared, kept = Shared(), []
+    shared, kept = Deduplicated(), []
     for value in range(20):  # the allocator gives the same memory again and again
         kept.append(shared.once(torch.full((1000,), float(value)), Copy))
     assert [float(k.take()[0]) for k in kept] == list(range(20))
 
 
 def test_what_nobody_wants_any_more_is_forgotten():
-    shared, x = Shared(), torch.randn(100)
+    shared, x = Deduplicated(), torch.randn(100)
     shared.once(x, Copy)
     assert not shared._kept
 
@@ -132,16 +132,16 @@ SAVE_THEIR_OUTPUT = {
 }
 
 
-@pytest.mark.parametrize("keeper", [Whole, lambda x: Once(Whole(x))], ids=["whole", "once"])
+@pytest.mark.parametrize("store_one", [AsIs, lambda x: OneUse(AsIs(x))], ids=["whole", "once"])
 @pytest.mark.parametrize("operation", SAVE_THEIR_OUTPUT.values(), ids=list(SAVE_THEIR_OUTPUT))
-def test_a_graph_that_is_dropped_before_its_backward_pass_leaves_nothing(operation, keeper):
+def test_a_graph_that_is_dropped_before_its_backward_pass_leaves_nothing(operation, store_one):
     w, alive = nn.Parameter(torch.ones(4)), []
 
     def remember(tensor):
         alive.append(StorageWeakRef(tensor.untyped_storage()))
-        return keeper(tensor)
+        return store_one(tensor)
 
-    with keeping(remember):
+    with storing(remember):
         loss = operation(ROW * w).square().sum()
     assert len(alive) > 1
     held = {StorageWeakRef(ROW.untyped_storage()).cdata, StorageWeakRef(w.untyped_storage()).cdata}
