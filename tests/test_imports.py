@@ -103,6 +103,27 @@ def reach(package: str) -> set[str]:
     return seen
 
 
+@cache
+def imported_at_once(path: Path) -> frozenset[str]:
+    """A file -> the modules of ours that run before it does: those it imports at its top, and their parents."""
+    module = name_of(path)
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and (base := base_of(path, node)) is not None:
+            found |= {as_module(f"{base}.{alias.name}".strip("."), base) for alias in node.names}
+    ancestors = {".".join(name.split(".")[:length]) for name in found for length in range(1, name.count(".") + 1)}
+    return frozenset(name for name in found | ancestors if name and not f"{module}.".startswith(f"{name}."))
+
+
+def test_any_module_may_be_imported_first():
+    """No module waits, through whatever others, for itself."""
+    names = {name_of(path): path for path in FILES}
+    waits = {name: imported_at_once(path) & set(names) for name, path in names.items()}
+    while ready := {name for name, others in waits.items() if not others}:
+        waits = {name: others - ready for name, others in waits.items() if name not in ready}
+    assert not waits
+
+
 def test_a_rule_that_is_broken_is_seen(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     (tmp_path / "measuring").mkdir()

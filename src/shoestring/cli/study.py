@@ -1,6 +1,7 @@
 """`shoestring study`: the papers' tables and figures, run again."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,14 @@ EXAMPLES = (
     "status figure3 --scale small --data DIR",
     "report table3 --scale memory --json",
 )
-ACTIONS = ("list", "show", "run", "status", "report")
+ACTIONS = ("list", "show", "run", "status", "report", "import")
 
 
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "study", run, "run the papers' tables and figures again", EXAMPLES)
     parser.add_argument("action", choices=ACTIONS, help=", ".join(ACTIONS))
-    parser.add_argument("name", nargs="?", metavar="STUDY", help="its name, or a .toml file (see `study list`)")
+    which = "its name, or a .toml file (see `study list`); import: a results file"
+    parser.add_argument("name", nargs="?", metavar="STUDY", help=which)
     parser.add_argument(
         "--scale", choices=("memory", "small", "full"), default="memory",
         help="memory: count and measure, train nothing (default); small: minutes to an hour a trial; full: the paper's",
@@ -33,10 +35,12 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--data", metavar="DIR", help="the folder that holds cifar-10-batches-bin, multi30k.de-en, ...")
     where = "where jobs and results are; machines that share it share the work (default: runs/studies)"
     parser.add_argument("--store", type=Path, default=Path("runs/studies"), metavar="DIR", help=where)
-    parser.add_argument("--jobs", type=whole_number(1, 1024), default=1, metavar="N", help="side by side (default: 1)")
+    cores, side = os.cpu_count() or 1, "side by side (default: one per core)"
+    parser.add_argument("--jobs", type=whole_number(1, 1024), default=cores, metavar="N", help=side)
     parser.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="per job (default: 1)")
     parser.add_argument("--nice", type=whole_number(0, 19), default=10, metavar="N", help="of the jobs (default: 10)")
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where jobs run (default: local)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="report: also write JSON, figure and page there")
     parser.add_argument("--retry", action="store_true", help="also run again what failed")
 
 
@@ -47,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         return _list(args)
     if args.name is None:
         raise ShoestringError(f"`study {args.action}` needs a study: one of {', '.join(studies.names())}")
-    return {"show": _show, "run": _run, "status": _status, "report": _report}[args.action](args)
+    actions = {"show": _show, "run": _run, "status": _status, "report": _report, "import": _import}
+    return actions[args.action](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -136,13 +141,29 @@ def _status(args: argparse.Namespace) -> int:
     return 0
 
 
+def _import(args: argparse.Namespace) -> int:
+    """Takes the trials of a results file (`study report NAME --output DIR`) into the store."""
+    from ..studies.results import import_results
+
+    new = import_results(Path(args.name), _store(args))
+    print(f"{new} trials of {args.name} are new in {args.store}", file=sys.stderr)
+    return 0
+
+
 def _report(args: argparse.Namespace) -> int:
     from ..reporting.studies import lines
     from ..studies.results import report
     from ..studies.study import load
 
     study = load(args.name)
-    found = report(study, args.scale, _store(args), args.data)
+    store = _store(args)
+    found = report(study, args.scale, store, args.data)
+    if args.output is not None:
+        from ..reporting.results import write_results
+        from ..studies.results import trials
+
+        for path in write_results(args.output, study, found, trials(study, args.scale, store, args.data)):
+            print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print_json(found)
     else:

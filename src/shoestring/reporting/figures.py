@@ -38,7 +38,7 @@ _STYLE: Any = {
 
 def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None = None) -> None:
     """A profile's JSON and ledger -> the stacked timeline of a step, beside the pie of its peak."""
-    with _figure(path, 11.0 if ledger else 4.4, 4.8) as figure:
+    with figure_file(path, 11.0 if ledger else 4.4, 4.8) as figure:
         left, width = (0.67, 0.32) if ledger else (0.06, 0.88)
         figure.text(0.012 if ledger else left, 0.94, data["task"], size=13, weight="bold")
         words = [f"{name} {value}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
@@ -54,7 +54,7 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
 
 def overlay_figure(path: str | Path, plain: Ledger, lean: Ledger, names: tuple[str, str] = ("plain", "lean")) -> None:
     """Two ledgers -> their steps in one frame, each with its peak."""
-    with _figure(path, 8.5, 4.2) as figure:
+    with figure_file(path, 8.5, 4.2) as figure:
         axes = figure.add_axes((0.085, 0.09, 0.9, 0.82))
         top = max(plain.peak().bytes, lean.peak().bytes)
         for name, ledger, colour in zip(names, (plain, lean), (MUTED, ACCENT), strict=True):
@@ -65,7 +65,7 @@ def overlay_figure(path: str | Path, plain: Ledger, lean: Ledger, names: tuple[s
 
 def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, measured: Ledger) -> None:
     """A profile's JSON and ledger, and the ledger of a meter -> both steps side by side on one scale."""
-    with _figure(path, 11.0, 4.2) as figure:
+    with figure_file(path, 11.0, 4.2) as figure:
         axes = [figure.add_axes((x, 0.09, 0.44, 0.72)) for x in (0.065, 0.545)]
         _stack(axes[0], timeline(predicted, _COLUMNS), data)
         _outline(axes[1], "", timeline(measured, _COLUMNS), MUTED, measured.peak().bytes)
@@ -81,7 +81,7 @@ def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float 
     """Rows -> predicted and measured peaks side by side, and the errors against the promised band."""
     names = 0.2 + 0.07 * max(len(row.name.strip()) for row in rows)  # inches that the longest name takes
     width = names + 7.9
-    with _figure(path, width, 0.9 + 0.32 * len(rows)) as figure:
+    with figure_file(path, width, 0.9 + 0.32 * len(rows)) as figure:
         edge = 0.4 / figure.get_figheight()
         places = ((names, 4.2), (names + 4.7, 2.5))
         left, right = (figure.add_axes((x / width, edge, w / width, 1 - 2.1 * edge)) for x, w in places)
@@ -90,7 +90,7 @@ def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float 
 
 
 @contextmanager
-def _figure(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
+def figure_file(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
     """A figure in our style, saved as `path` in the end."""
     require_plot()
     if Path(path).suffix.lower() not in SUFFIXES:

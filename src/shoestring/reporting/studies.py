@@ -14,7 +14,7 @@ def lines(study: Study, found: dict[str, Any]) -> list[str]:
     table = [heads, *(_cells(study, row) for row in found["rows"])]
     widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
     body = [_aligned(row, widths) for row in table]
-    claims = [_claim(claim) for claim in found["claims"]]
+    claims = ["  " + claim_line(claim) for claim in found["claims"]]
     title = f"{study.place}: {study.title}, scale {found['scale']}"
     return [title, PAPERS[study.paper], "", *body, "", *(["claims"] if claims else []), *claims]
 
@@ -26,27 +26,27 @@ def _aligned(cells: list[str], widths: list[int]) -> str:
 
 def _cells(study: Study, row: dict[str, Any]) -> list[str]:
     paper, quality = row["paper"], row["quality"]
-    memory = [_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
+    memory = [bytes_in_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
     cells = [row["label"], f"{paper['memory_mb']:g}" if "memory_mb" in paper else "", *memory]
     if study.quality:
-        printed = _with_interval(paper.get(study.quality), paper.get("interval"))
-        cells += [printed, _with_interval(quality.get(study.quality), quality.get("interval"), len(row["seeds"]))]
+        printed = with_interval(paper.get(study.quality), paper.get("interval"))
+        cells += [printed, with_interval(quality.get(study.quality), quality.get("interval"), len(row["seeds"]))]
     return cells
 
 
-def _mb(size: int | None) -> str:
+def bytes_in_mb(size: int | None) -> str:
     return "" if size is None else f"{size / MB:.2f}" if size < 100 * MB else f"{size / MB:.1f}"
 
 
-def _with_interval(value: float | None, interval: float | None, seeds: int | None = None) -> str:
+def with_interval(value: float | None, interval: float | None, seeds: int | None = None) -> str:
     if value is None:
         return ""
     count = f" ({seeds} seed{'s' if seeds != 1 else ''})" if seeds else ""
     return f"{value:.2f}" + (f" ± {interval:.2f}" if interval is not None else "") + count
 
 
-def _claim(claim: dict[str, Any]) -> str:
-    ours = "" if claim["ours"] is None else f"ours {_with_interval(claim['ours'], claim['interval'])}; "
+def claim_line(claim: dict[str, Any]) -> str:
+    ours = "" if claim["ours"] is None else f"ours {with_interval(claim['ours'], claim['interval'])}; "
     paper = "" if claim["paper"] is None else f"paper {claim['paper']:g}; "
     note = f" ({claim['note']})" if claim["note"] else ""
-    return f"  {claim['verdict']}: {claim['claim']} [{(paper + ours).rstrip('; ')}]{note}"
+    return f"{claim['verdict']}: {claim['claim']} [{(paper + ours).rstrip('; ')}]{note}"

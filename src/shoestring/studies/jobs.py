@@ -101,6 +101,13 @@ class Store:
         replace_file(self.path / "waiting" / f"{id}.json", json.dumps(job, indent=2))
         return id
 
+    def adopt(self, job: dict[str, Any], result: dict[str, Any]) -> bool:
+        """Takes over a result that was found elsewhere -> whether it was new."""
+        if self.result(job) is not None:
+            return False
+        self.write("done", identify(job), {"job": job, "result": result})
+        return True
+
     def claim(self, ids: list[str], worker: str) -> Claim | None:
         """The first of these jobs that waits, or whose worker is dead; None if there is none."""
         for id in ids:

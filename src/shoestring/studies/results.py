@@ -1,11 +1,14 @@
 """What a study found: its rows, and the paper's claims judged by them."""
 
+import json
 import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from ..errors import ShoestringError
 from .jobs import Store
 from .plans import model_of
 from .runner import memory_job, training_jobs
@@ -42,6 +45,51 @@ def report(study: Study, scale: str, store: Store, root: str | None = None) -> d
     claims = [judge(claim, rows) for claim in study.claims]
     return {"study": study.name, "scale": scale, "title": study.title, "place": study.place,
             "rows": rows, "claims": claims}  # fmt: skip
+
+
+def trials(study: Study, scale_name: str, store: Store, root: str | None = None) -> list[dict[str, Any]]:
+    """The finished trainings of a study, each with all that decides it (`job`) and the heap of its step."""
+    scale = study.scale(scale_name)
+    if scale is None:
+        return []
+    found = []
+    for row in study.rows:
+        memory = store.result(memory_job(study, row, scale)) or {}
+        for job in training_jobs(study, row, scale, root):
+            if (result := store.result(job)) is not None:
+                found.append(_trial(study, row, job, result) | {"measured_bytes": memory.get("measured_bytes")})
+    return found
+
+
+def import_results(path: Path, store: Store) -> int:
+    """A results file -> how many of its trials the store did not have yet."""
+    try:
+        found = json.loads(path.read_bytes())["trials"]
+        pairs = [(trial["job"], trial["result"]) for trial in found]
+    except OSError as error:
+        raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShoestringError(
+            f"{path} is no results file: make one with `shoestring study report NAME --output DIR`"
+        ) from error
+    return sum(store.adopt(job, result) for job, result in pairs)
+
+
+def _trial(study: Study, row: Row, job: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": job["model"],
+        "label": row.label,
+        "settings": job["settings"],
+        "seed": job["seed"],
+        "epochs": job.get("epochs"),
+        "updates": result["updates"],
+        study.quality: result["quality"],
+        "by_epoch": result["by_epoch"],
+        "seconds": result["seconds"],
+        "environment": result["environment"],
+        "job": job,
+        "result": result,
+    }
 
 
 def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
