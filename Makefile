@@ -1,14 +1,23 @@
-# `make demo` and `make test` set everything up on a fresh machine; both may be run again at any time.
+# `make demo` and `make test` set everything up on a fresh machine; both can be rerun at any time.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow test-zoo test-versions lint clean
+.PHONY: demo test test-cores test-slow test-zoo test-versions lint clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
 test: $(READY) lint
 	$(BIN)/python -m pytest -n 2
+	$(MAKE) test-cores
+
+# A few tests of kernels and of the contract on the cores that this machine would not choose.
+CORES_QUICK := tests/kernels/test_core.py tests/kernels/test_bitmask.py tests/kernels/test_norm.py \
+  tests/kernels/test_gradients.py tests/kernels/test_linear.py tests/contract/test_exactness.py
+test-cores: $(READY)
+	for core in generic torch; do \
+	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
+	done
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600
@@ -33,8 +42,8 @@ test-versions:
 	done
 
 lint: $(READY)
-	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/ruff format --check -q src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks examples docs
+	$(BIN)/ruff format --check -q src tests benchmarks examples docs
 	$(BIN)/mypy
 
 # torch first and pinned: the wheel for CPUs, before anything that would pull in another build of it.

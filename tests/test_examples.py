@@ -1,0 +1,60 @@
+"""The examples run, and what they print is true of what they did."""
+
+import ast
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from shoestring.techniques.activations.codecs import CODECS
+
+FOLDER = Path(__file__).parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+
+
+def load(name: str):
+    spec = spec_from_file_location(name, FOLDER / f"{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def same_codecs(monkeypatch):
+    """An example adds one."""
+    before = dict(CODECS)
+    yield
+    CODECS.clear()
+    CODECS.update(before)
+
+
+def test_your_own_loop_learns_in_half_of_the_memory(capsys):
+    assert load("own_loop").main(updates=40) > 0.5  # chance is 0.1
+    assert "planned: {'" in capsys.readouterr().out
+
+
+def test_a_transformers_model_trains_under_a_plan_written_by_hand(capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    losses = load("transformers_model").main(updates=4)
+    assert losses == sorted(losses, reverse=True)
+    peaks = [line.split(": ")[1].split(" MB")[0] for line in capsys.readouterr().out.splitlines() if "peak" in line]
+    assert float(peaks[1]) < float(peaks[0]) / 3
+
+
+def test_a_model_too_big_to_build_is_planned_on_meta():
+    plan = load("too_big_to_build").main()
+    assert plan.techniques() and plan.predicted_peak_bytes <= plan.budget_bytes == 80_000_000_000
+
+
+def test_a_new_codec_stores_saved_activations_in_a_quarter():
+    (plain, loss), (lean, quantised) = load("new_codec").main()
+    assert lean < 0.7 * plain
+    assert quantised == pytest.approx(loss, rel=1e-3) and quantised != loss
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_says_how_it_is_run_and_has_a_test(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+    assert f'load("{path.stem}")' in Path(__file__).read_text()
