@@ -63,9 +63,9 @@ def sparse(x: Tensor, weight: Tensor, dy: Tensor, stride: int, positions: Tensor
     geometry = (3, 3), (stride, stride), (1, 1), (1, 1)
 
     def run() -> None:  # as a layer does
-        sparse_conv.forward_op(x, values, index, out, *geometry, None, None)
-        sparse_conv.weight_gradient_op(gradient, x, dy, index, *geometry, None, None, False)
-        sparse_conv.input_gradient_op(dy, values, index, x.shape, *geometry)
+        sparse_conv.sparse_conv2d_forward(x, values, index, out, *geometry)
+        sparse_conv.sparse_conv2d_weight_gradient(x, dy, index, *geometry, out=gradient)
+        sparse_conv.sparse_conv2d_input_gradient(dy, values, index, x.shape, *geometry)
 
     return run
 

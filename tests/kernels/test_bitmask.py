@@ -16,7 +16,7 @@ def test_bits_come_back_as_they_were(numel):
 
 
 @pytest.mark.parametrize("numel", [1, 9, 70_000])
-def test_the_compiled_kernel_equals_its_twin(numel):
+def test_the_compiled_kernel_equals_its_reference(numel):
     mask = torch.rand(numel) > 0.3
     bits = reference.pack_bits(mask)
     assert torch.equal(pack_bits(mask), bits)

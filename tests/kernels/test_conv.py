@@ -132,7 +132,7 @@ def test_the_weight_gradient_is_added_to_what_is_there():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
-def test_the_compiled_kernels_equal_their_twins(dtype):
+def test_the_compiled_kernels_equal_their_references(dtype):
     x, grad_y, weight, bias, options = make(GEOMETRIES[2], dtype=dtype)
     pairs = ([2, 2], [1, 1], [1, 1], 1)
     twins = torch.empty_like(grad_y), torch.empty_like(x), torch.empty_like(weight)
@@ -180,7 +180,7 @@ def test_any_small_geometry_agrees_with_pytorch(geometry):
     assert_close(ours(x, weight, bias, grad_y, options), plain(x, weight, bias, grad_y, options), 3e-6)
 
 
-@pytest.mark.skipif(core is None, reason="the twin makes no scratch of ours")
+@pytest.mark.skipif(core is None, reason="the reference makes no scratch of ours")
 def test_scratch_keeps_to_its_budget_at_every_layer_of_wrn_28_2():
     for inside, outside, size, stride in [(3, 16, 32, 1), (32, 32, 32, 1), (32, 64, 32, 2), (128, 128, 8, 1)]:
         half = size // stride

@@ -58,7 +58,7 @@ def test_all_three_agree_with_the_band_matrix(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_compiled_kernels_equal_their_twins(shape, dtype):
+def test_the_compiled_kernels_equal_their_references(shape, dtype):
     x, kernels, grad_y = make(shape, dtype)
     left, size = shape[-1], shape[-2]
     twins = (

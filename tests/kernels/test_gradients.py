@@ -49,12 +49,12 @@ def test_maps_in_any_layout_are_read_where_they_lie():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_compiled_kernels_equal_their_twins(dtype):
+def test_the_compiled_kernels_equal_their_references(dtype):
     x = torch.randn(NUMEL).to(dtype)
-    assert gradients._squares_twin(x) == pytest.approx(squared_norm(x), rel=1e-12)
-    assert gradients._finite_twin(x)
+    assert gradients._reference_squares(x) == pytest.approx(squared_norm(x), rel=1e-12)
+    assert gradients._reference_finite(x)
     x[77] = math.inf
-    assert not gradients._finite_twin(x)
+    assert not gradients._reference_finite(x)
 
 
 def test_the_norm_does_not_depend_on_the_number_of_threads():

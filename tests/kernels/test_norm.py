@@ -76,7 +76,7 @@ def test_16_bit_maps_lose_only_the_rounding_of_their_storage(dtype, tolerance, l
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_the_compiled_kernels_equal_their_twins(dtype):
+def test_the_compiled_kernels_equal_their_references(dtype):
     x, grad_y, add = (make_map((4, 6, 5, 5), dtype=dtype, seed=s) for s in range(3))
     gamma, beta = make_parameters(6)
     tolerance = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}.get(dtype, 1e-5)

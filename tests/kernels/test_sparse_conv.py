@@ -7,17 +7,19 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.errors import ShoestringError
 from shoestring.kernels.references import sparse_conv as reference_sparse
 from shoestring.kernels.sparse_conv import (
-    sparse_conv2d,
     sparse_conv2d_forward,
     sparse_conv2d_input_gradient,
     sparse_conv2d_weight_gradient,
 )
 from shoestring.kernels.sparse_index import encode
+from shoestring.passes.saved_tensors import storing
+from shoestring.passes.sparse_layers import SparseConvolution, sparse_convolution
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -48,7 +50,7 @@ def close(actual, expected, dtype):
 
 
 def check(x, values, index, out, geometry, scale=None, shift=None):
-    """Forward and both gradients of the kernels against the twins in FP64."""
+    """Forward and both gradients of the kernels against the references in FP64."""
     dtype, wide = x.dtype, lambda t: None if t is None else t.double()
     coefficients, wide_coefficients = (scale, shift), (wide(scale), wide(shift))
     y = sparse_conv2d_forward(x, values, index, out, *geometry, *coefficients)
@@ -172,11 +174,23 @@ def test_the_weight_gradient_is_the_same_to_the_bit_on_every_run(threads):
         assert torch.equal(first, again)
 
 
+def layer(x, values, index, out, kernel, stride, padding):
+    """What a sparse layer calls, with gradients."""
+    geometry = (kernel, kernel), (stride, stride), (padding, padding), (1, 1)
+    product = SparseConvolution(values.detach(), index, None, x.shape[1], out, geometry)
+    return sparse_convolution(x, values, None, product)
+
+
 def test_autograd_gives_the_gradients_of_the_dense_weight():
     values, index = weight((3, 2, 3, 3), 0.4, torch.float64)
     x = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, v: sparse_conv2d(x, v, index, 3, 3, 2, 1), (x, values))
+    for _ in range(5):
+        dense = functional.conv2d(x, reference_sparse.densify(values, index, [3, 2, 3, 3]), None, 2, 1)
+        ours = layer(x, values, index, 3, 3, 2, 1)
+        dy = torch.randn(ours.shape, dtype=torch.float64)
+        expected = torch.autograd.grad(dense, (x, values), dy)
+        torch.testing.assert_close((ours, *torch.autograd.grad(ours, (x, values), dy)), (dense, *expected))
 
 
 def test_backward_drops_the_input_before_it_makes_the_input_gradient():
@@ -186,33 +200,46 @@ def test_backward_drops_the_input_before_it_makes_the_input_gradient():
                 alive.extend(reference() is not None for reference in made)
             return function(*args, **(kwargs or {}))
 
-    def unpack(kept):
-        tensor = kept.clone()
-        if tensor.dim() == 4:
+    class Copied:
+        def __init__(self, tensor):
+            self.tensor = tensor
+
+        def take(self):
+            tensor = self.tensor.clone()
             made.append(weakref.ref(tensor))
-        return tensor
+            return tensor
 
     alive, made = [], []
     values, index = weight((6, 4, 3, 3), 0.4)
     x = torch.randn(2, 4, 8, 8, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
-        y = sparse_conv2d(x, values.requires_grad_(), index, 6, 3, 1, 1)
+    with storing(Copied):
+        y = layer(x, values.requires_grad_(), index, 6, 3, 1, 1)
     with Watch():
         y.sum().backward()
     assert alive == [False]
 
 
-def test_backward_adds_to_a_gradient_buffer_when_given_one():
+def test_backward_adds_to_a_gradient_that_is_there():
     values, index = weight((6, 4, 3, 3), 0.4)
     values.requires_grad_()
     x = torch.randn(2, 4, 8, 8)
-    sparse_conv2d(x, values, index, 6, 3, 1, 1).sum().backward()
-    buffer = torch.ones_like(values)
+    layer(x, values, index, 6, 3, 1, 1).sum().backward()
     expected = values.grad + 1
-    values.grad = None
-    sparse_conv2d(x, values, index, 6, 3, 1, 1, gradient=buffer).sum().backward()
-    assert values.grad is None
+    values.grad = buffer = torch.ones_like(values)
+    layer(x, values, index, 6, 3, 1, 1).sum().backward()
+    assert values.grad is buffer
     assert torch.allclose(buffer, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("index_bytes", [36, 20], ids=["bitmap", "gaps"])
+def test_fp64_can_be_traced_though_it_runs_the_reference(index_bytes):
+    with FakeTensorMode():
+        x, values = torch.empty(2, 4, 16, 16, dtype=torch.float64), torch.empty(15, dtype=torch.float64)
+        index, gradient = torch.empty(index_bytes, dtype=torch.uint8), torch.empty(15, dtype=torch.float64)
+        y = sparse_conv2d_forward(x, values, index, 8, 3, 2, 1)
+        assert y.shape == (2, 8, 8, 8) and y.dtype == torch.float64
+        assert sparse_conv2d_input_gradient(y, values, index, x.shape, 3, 2, 1).shape == x.shape
+        assert sparse_conv2d_weight_gradient(x, y, index, 3, 2, 1, out=gradient).shape == (15,)
 
 
 def test_the_fake_makes_the_shapes_and_the_scratch_of_the_kernel():

@@ -226,14 +226,14 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype, form):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-# -- twins, layouts, fakes ------------------------------------------------------------------------------------
+# -- references, layouts, fakes -------------------------------------------------------------------------------
 def as_arguments(moments):
     return *(m.values for m in moments), *(m.scales for m in moments)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", WEIGHTS, ids=str)
-def test_the_compiled_updates_equal_their_twins(dtype, form):
+def test_the_compiled_updates_equal_their_references(dtype, form):
     """Numbers that are exact in FP32, so that both round the same ones."""
     numel = 2 * CHUNK + 300
     whole = torch.randint(-8, 9, (numel,), generator=torch.Generator().manual_seed(1))
@@ -250,7 +250,7 @@ def test_the_compiled_updates_equal_their_twins(dtype, form):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("settings", ADAM, ids=str)
-def test_the_compiled_adam_is_close_to_its_twin(settings, form):
+def test_the_compiled_adam_is_close_to_its_reference(settings, form):
     ours, twins = numbers(1000), numbers(1000)
     gradients = [numbers(1000, seed) for seed in (1, 2)]
     run_adam(ours, gradients, form, **settings)
@@ -295,7 +295,7 @@ def test_scratch_does_not_grow_with_the_tensor(form):
             return scratch_of(lambda: adam_update(weight, gradient, *moments, lr=0.1, step=1))[1]
 
     assert scratch(2 * CHUNK) == scratch(8 * CHUNK)
-    assert scratch(8 * CHUNK) == 0 or core is None  # the twin works in chunks, the core in registers
+    assert scratch(8 * CHUNK) == 0 or core is None  # the reference works in chunks, the core in registers
 
 
 def test_a_weight_that_was_updated_is_not_used_by_a_backward_pass_that_saved_it():

@@ -22,21 +22,21 @@ _EVERY_MODULE = frozenset(vars(nn.Module()))  # attributes that torch itself kee
 
 
 class Faker:
-    """Makes a fake twin of a tensor; tensors that share a storage have twins that share one."""
+    """Makes the fake of a tensor; tensors that share a storage have fakes that share one."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode = mode
         self.device = device
-        # What was faked is kept beside its twin: an `id` or an address is reused once its owner is gone.
+        # What was faked is kept beside its fake: an `id` or an address is reused once its owner is gone.
         self._bases: dict[int, tuple[Any, Tensor]] = {}
-        self._twins: dict[int, tuple[Any, Any]] = {}
+        self._fakes: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, real: Any) -> Any:
         """A tensor, or a structure that holds some, such as a batch -> its fake; the same for the same."""
-        if id(real) not in self._twins:
+        if id(real) not in self._fakes:
             fake = self._tensor(real) if isinstance(real, Tensor) else mapped(self._leaf, real)
-            self._twins[id(real)] = real, fake
-        return self._twins[id(real)][1]
+            self._fakes[id(real)] = real, fake
+        return self._fakes[id(real)][1]
 
     def _leaf(self, leaf: Any) -> Any:
         return self.tree(leaf) if isinstance(leaf, Tensor) else leaf
@@ -48,7 +48,7 @@ class Faker:
     def forget(self) -> None:
         """Lets go of all fakes, so that they live as long as their users want them."""
         self._bases.clear()
-        self._twins.clear()
+        self._fakes.clear()
 
     def _tensor(self, real: Tensor) -> Tensor:
         fake = self._like(real.detach())

@@ -25,13 +25,13 @@ def _unpack(bits: Tensor, numel: int) -> Tensor:
 
 pack_bits = define(
     "pack_bits(Tensor mask) -> Tensor",
-    twin=reference.pack_bits,
+    reference=reference.pack_bits,
     fake=lambda mask: mask.new_empty(-(-mask.numel() // 8), dtype=torch.uint8),
     compiled=_pack,
 )
 unpack_bits = define(
     "unpack_bits(Tensor bits, int numel) -> Tensor",
-    twin=reference.unpack_bits,
+    reference=reference.unpack_bits,
     fake=lambda bits, numel: bits.new_empty(numel, dtype=torch.bool),
     compiled=_unpack,
 )

@@ -10,6 +10,7 @@ from ..errors import ShoestringError
 from .core import core
 
 # The storage types that kernels widen to FP32; the codes of csrc/vector.h.
+Launch = Callable[..., None]  # runs a compiled kernel, or skips it in a trace
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -79,30 +80,30 @@ def require_in_place(what: str, out: Tensor) -> None:
         raise ShoestringError(f"{what}: out has strides {tuple(out.stride())}, with gaps: pass None or a dense tensor")
 
 
-def forms(body: Callable, twin: Callable) -> dict[str, Callable]:
-    """A kernel's body, written once, and its twin -> the three forms that `define` takes.
+def forms(body: Callable, reference: Callable) -> dict[str, Callable]:
+    """A kernel's body, written once, and its reference implementation -> the three forms that `define` takes.
 
     `body(launch, *args)` allocates outputs and scratch and ends in launch(kernel, ...), where tensors stand
     for their addresses. The compiled form runs the kernel there and the fake does not, so both allocate the
-    same bytes. Tensors that the core does not read (FP64, or another device's) take the twin in both.
+    same bytes. Tensors that the core does not read (FP64, or another device's) take the reference in both.
     """
 
-    def suits(args) -> bool:
+    def suits(args: tuple) -> bool:
         tensors = [a for a in args if isinstance(a, Tensor)]
         return core is not None and all(a.dtype != torch.float64 and a.is_cpu for a in tensors)
 
-    def compiled(*args):
-        return body(_run, *args) if suits(args) else twin(*args)
+    def compiled(*args: Any) -> Any:
+        return body(_run, *args) if suits(args) else reference(*args)
 
-    def fake(*args):
-        return body(_skip, *args) if suits(args) else twin(*args)
+    def fake(*args: Any) -> Any:
+        return body(_skip, *args) if suits(args) else reference(*args)
 
-    return {"twin": twin, "compiled": compiled, "fake": fake}
+    return {"reference": reference, "compiled": compiled, "fake": fake}
 
 
-def _run(kernel: Callable, *args) -> None:
+def _run(kernel: Callable, *args: Any) -> None:
     kernel(*[0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a for a in args])
 
 
-def _skip(kernel: Callable, *args) -> None:
+def _skip(kernel: Callable, *args: Any) -> None:
     pass

@@ -1,7 +1,7 @@
 """Dense convolution whose scratch is bounded: forward, input gradient, and weight gradient added in place.
 
 Maps are [N, C, H, W], contiguous or channels_last, in FP32, FP16 or BF16; arithmetic is FP32, and
-FP64 runs the twin. A few rows of a sample at a time are widened to FP32, so no map is ever copied whole and a
+FP64 runs the reference. A few rows of a sample at a time are widened to FP32, so no map is ever copied whole and a
 16-bit convolution costs what an FP32 one does. On its way into that scratch a map may pass a batch norm and a
 ReLU (x scale + shift for each channel), whose output is then never stored:
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import code, dense, float32, forms, planar, require_in_place
+from .calls import Launch, code, dense, float32, forms, planar, require_in_place
 from .core import core, threads
 from .define import define
 from .references import conv as reference_conv
@@ -25,12 +25,18 @@ Size = int | Sequence[int]
 SCRATCH_BYTES = 384 * 1024  # of packed weights and FP32 rows, unless one row of 16 channels needs more
 
 
-def _sizes(x_shape, weight_shape, y_shape, stride, padding, dilation, groups) -> list[int]:
+def _sizes(
+    x_shape: Sequence[int], weight_shape: Sequence[int], y_shape: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int,
+) -> list[int]:  # fmt: skip
     """The sizes of csrc/conv.h's Geometry, in its order."""
     return [*x_shape, *y_shape[1:], *weight_shape[2:], *stride, *padding, *dilation, groups]
 
 
-def _gather(launch, backward, out, source, weight, bias, sizes, scale, shift, relu, scratch_bytes):
+def _gather(
+    launch: Launch, backward: bool, out: Tensor, source: Tensor, weight: Tensor, bias: Tensor | None,
+    sizes: Sequence[int], scale: Tensor | None, shift: Tensor | None, relu: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
     """The kernel of the forward pass and, with the roles of the maps exchanged, of the input gradient."""
     source, weight = dense(source), weight.contiguous()
     scale, shift, bias = float32(scale), float32(shift), float32(bias)
@@ -40,19 +46,28 @@ def _gather(launch, backward, out, source, weight, bias, sizes, scale, shift, re
     launch(core.conv_gather, sizes, backward, *read, out, planar(out), code(out), block, rows, scratch, threads())
 
 
-def _forward(launch, out, x, weight, bias, stride, padding, dilation, groups, scale, shift, relu, scratch_bytes):
+def _forward(
+    launch: Launch, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int, scale: Tensor | None, shift: Tensor | None,
+    relu: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
     sizes = _sizes(x.shape, weight.shape, out.shape, stride, padding, dilation, groups)
     _gather(launch, False, out, x, weight, bias, sizes, scale, shift, relu, scratch_bytes)
 
 
-def _input_gradient(launch, out, grad_y, weight, stride, padding, dilation, groups, scratch_bytes):
+def _input_gradient(
+    launch: Launch, out: Tensor, grad_y: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, scratch_bytes: int,
+) -> None:  # fmt: skip
     sizes = _sizes(out.shape, weight.shape, grad_y.shape, stride, padding, dilation, groups)
     _gather(launch, True, out, grad_y, weight, None, sizes, None, None, False, scratch_bytes)
 
 
 def _weight_gradient(
-    launch, out, grad_y, x, stride, padding, dilation, groups, scale, shift, relu, accumulate, scratch_bytes
-):
+    launch: Launch, out: Tensor, grad_y: Tensor, x: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, scale: Tensor | None, shift: Tensor | None, relu: bool, accumulate: bool,
+    scratch_bytes: int,
+) -> None:  # fmt: skip
     grad_y, x, scale, shift = dense(grad_y), dense(x), float32(scale), float32(shift)
     sizes = _sizes(x.shape, out.shape, grad_y.shape, stride, padding, dilation, groups)
     *plan, floats = core.conv_weight_plan(sizes, scratch_bytes, threads())
@@ -87,7 +102,10 @@ def _settings(stride: Size, padding: Size, dilation: Size, groups: int) -> tuple
     return (*pairs, groups)
 
 
-def _output_shape(x_shape, weight_shape, stride, padding, dilation, groups) -> list[int]:
+def _output_shape(
+    x_shape: Sequence[int], weight_shape: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int,
+) -> list[int]:  # fmt: skip
     """The shape of y; refuses what cannot be convolved."""
     if len(x_shape) != 4 or len(weight_shape) != 4:
         raise ShoestringError(

@@ -1,6 +1,6 @@
 """The compiled core: which build of it runs here, chosen once, visible, and forced by SHOESTRING_CORE.
 
-SHOESTRING_CORE=avx2 | generic | torch. `torch` runs the pure-PyTorch twin of every kernel.
+SHOESTRING_CORE=avx2 | generic | torch. `torch` runs the reference implementation of every kernel, in PyTorch.
 """
 
 import importlib

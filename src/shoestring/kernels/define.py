@@ -1,12 +1,12 @@
-"""How a kernel becomes a PyTorch op: a schema, a twin in PyTorch, a fake for tracing, and the compiled form.
+"""How a kernel becomes a PyTorch op: a schema, a reference implementation, a fake for tracing, and the compiled form.
 
-    define("pack_bits(Tensor mask) -> Tensor", twin=..., fake=..., compiled=...)
+    define("pack_bits(Tensor mask) -> Tensor", reference=..., fake=..., compiled=...)
 
-makes `torch.ops.shoestring.pack_bits`. On the CPU it runs `compiled` where the core is loaded, elsewhere the
-twin; there is no other fallback. What `define` returns skips PyTorch's dispatcher where nobody listens there: a lean
-step makes thousands of calls, and the way through it costs more than many a kernel. `fake` allocates what the op
-allocates, its scratch included: what it drops before it returns is the op's scratch, and `scratch_of` tells it to the
-profiler. Gradients are given by autograd functions around ops.
+makes `torch.ops.shoestring.pack_bits`. On the CPU it runs `compiled` if the core is loaded, and the reference, in
+PyTorch, everywhere else; there is no other fallback. The function that `define` returns skips PyTorch's dispatcher if
+nobody listens there: a lean step makes thousands of calls, and the way through it costs more than many a kernel. `fake`
+allocates all that the op allocates; the part that it drops before it returns is the op's scratch, which `scratch_of`
+reports to the profiler. Gradients are given by autograd functions around ops.
 """
 
 import weakref
@@ -26,14 +26,14 @@ from . import core
 
 _library = torch.library.Library("shoestring", "DEF")
 _scratch: ContextVar[list[int] | None] = ContextVar("scratch", default=None)
-_fakes: dict[Any, Callable] = {}  # each op's, for who traces
+_fakes: dict[Any, Callable] = {}  # of each op, for tracers
 
 
-def define(schema: str, *, twin: Callable, fake: Callable, compiled: Callable) -> Any:
+def define(schema: str, *, reference: Callable, fake: Callable, compiled: Callable) -> Any:
     """An op schema and its three forms -> the op as a function of positional arguments."""
     name = schema.split("(", 1)[0]
     _library.define(schema)
-    _library.impl(name, twin, "CompositeExplicitAutograd")
+    _library.impl(name, reference, "CompositeExplicitAutograd")
     if core.core is not None:
         _library.impl(name, compiled, "CPU")
     told = _telling_scratch(fake)
@@ -47,8 +47,8 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 def _direct(op: Callable, compiled: Callable) -> Callable:
-    """The op, and its compiled form called straight where that is what the dispatcher would do: plain CPU tensors, and
-    no mode (a trace, a meter, a compiler) that wants to see the call."""
+    """The op; its compiled form is called directly if the dispatcher would do just that: plain CPU tensors, and no mode
+    (a trace, a meter, a compiler) that wants to see the call."""
 
     @wraps(compiled)
     def call(*args: Any) -> Any:
@@ -63,7 +63,7 @@ def _direct(op: Callable, compiled: Callable) -> Callable:
 
 
 def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:
-    """A call of one of our ops on fake tensors -> its result, and the most bytes that it needs besides."""
+    """A call of one of our ops on fake tensors -> its result, and its peak scratch in bytes."""
     told: list[int] = []
     token = _scratch.set(told)
     try:
@@ -75,13 +75,13 @@ def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:
 def fake_call(op: Any, args: tuple) -> tuple[Any, int]:
     """A call of one of our ops, seen by a mode above the fake one -> what `scratch_of` gives for it.
 
-    The fake is called straight: PyTorch's way to it costs more than all else in the trace of an update.
+    The fake is called directly: PyTorch's way to it costs more than all else in the trace of an update.
     """
     return scratch_of(lambda: _fakes[op](*args))
 
 
 def _telling_scratch(fake: Callable) -> Callable:
-    """The fake of an op -> the same, which tells its scratch to who asks; it is run once for equal calls."""
+    """The fake of an op -> the same, reporting its scratch to `scratch_of`; equal calls run it once."""
     known: dict[Any, tuple[int, Callable[[], Any]]] = {}
 
     @wraps(fake)
@@ -104,14 +104,15 @@ def _telling_scratch(fake: Callable) -> Callable:
 
 
 def _key(argument: Any) -> Any:
-    """An argument of an op -> what decides how many bytes the op allocates."""
+    """An argument of an op -> its part of the key by which calls allocate alike."""
     if isinstance(argument, Tensor):
         return argument.shape, argument.stride(), argument.dtype, argument.device
     return tuple(argument) if isinstance(argument, list) else (type(argument), argument)
 
 
 def _remade(result: Any, watch: "_Watch") -> Callable[[], Any] | None:
-    """What a fake returned -> a function that makes the like again; None where it is no new dense tensors."""
+    """A fake's result -> a function that reallocates outputs like it; None if any is not a freshly allocated dense
+    tensor."""
     leaves, form = pytree.tree_flatten(result)
     if not all(isinstance(leaf, Tensor) and watch.made(leaf) for leaf in leaves):
         return None
@@ -120,7 +121,7 @@ def _remade(result: Any, watch: "_Watch") -> Callable[[], Any] | None:
 
 
 class _Watch(TorchDispatchMode):
-    """Writes down the storages that are born and die while a fake runs."""
+    """Records the storages that are allocated and freed while a fake runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class _Watch(TorchDispatchMode):
         return storage._cdata in self.numbers and storage.nbytes() == tensor.numel() * tensor.dtype.itemsize
 
     def scratch_bytes(self, result: Any) -> int:
-        """The peak of all that is not part of the result."""
+        """The peak of everything that is not part of the result."""
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor) and (number := self.numbers.get(tensor.untyped_storage()._cdata)) is not None:
                 self.ledger.entries[number].bytes = 0

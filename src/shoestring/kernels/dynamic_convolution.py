@@ -3,7 +3,7 @@
     out[n, t, h] = sum over k of kernels[n, t, h, k] x[n, t + k - left, h],    x = 0 outside its sequence
 
 Maps are [batch, length, heads, channels] and kernels [batch, length, heads, size], of one dtype: FP32, FP16 or BF16
-with FP32 sums; FP64 runs the twin. There is no scratch, where a band matrix would hold length x (length + size)
+with FP32 sums; FP64 runs the reference. There is no scratch, where a band matrix would hold length x (length + size)
 elements a head, and unfolding `size` copies of x. `left` is size - 1 for causal kernels, size // 2 for centred ones.
 
     y = windowed(x, kernels, left)      # with autograd; the three passes are functions of their own
@@ -16,21 +16,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ShoestringError
-from .calls import code, forms
+from .calls import Launch, code, forms
 from .core import core, threads
 from .define import define
 from .references import dynamic_convolution as reference_dynamic
 
 
-def _forward(launch, x, kernels, left):
+def _forward(launch: Launch, x: Tensor, kernels: Tensor, left: int) -> Tensor:
     return _sum(launch, x, kernels, left, 1)
 
 
-def _input_gradient(launch, grad_y, kernels, left):
+def _input_gradient(launch: Launch, grad_y: Tensor, kernels: Tensor, left: int) -> Tensor:
     return _sum(launch, grad_y, kernels, left, -1)
 
 
-def _sum(launch, source, kernels, left, direction):
+def _sum(launch: Launch, source: Tensor, kernels: Tensor, left: int, direction: int) -> Tensor:
     source, kernels = source.contiguous(), kernels.contiguous()
     out = torch.empty_like(source)
     sizes = (*source.shape, kernels.shape[3], left)
@@ -38,7 +38,7 @@ def _sum(launch, source, kernels, left, direction):
     return out
 
 
-def _kernel_gradient(launch, grad_y, x, size, left):
+def _kernel_gradient(launch: Launch, grad_y: Tensor, x: Tensor, size: int, left: int) -> Tensor:
     grad_y, x = grad_y.contiguous(), x.contiguous()
     out = x.new_empty(*x.shape[:3], size)
     launch(core.dynamic_convolution_kernel_gradient, grad_y, x, out, code(x), *x.shape, size, left, threads())

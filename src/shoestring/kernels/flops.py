@@ -32,12 +32,12 @@ def _attention(query: tuple, key: tuple, value: tuple) -> int:
 
 
 @_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
-def _(query, key, value, *args, out_shape=None, **kwargs) -> int:
+def _(query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _attention(query, key, value)
 
 
 @_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
-def _(grad, query, key, value, *args, out_shape=None, **kwargs) -> int:
+def _(grad: tuple, query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     # The scores are made again, then one product for each of four gradients: 5 products to the forward's 2.
     return _attention(query, key, value) * 5 // 2
 
@@ -52,43 +52,43 @@ ours = torch.ops.shoestring
 
 
 @_formula(ours.conv_forward)
-def _(y, x, weight, *args, out_shape=None, **kwargs) -> int:
+def _(y: tuple, x: tuple, weight: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(y, prod(weight))
 
 
 @_formula(ours.conv_input_gradient)
-def _(x, y, weight, *args, out_shape=None, **kwargs) -> int:
+def _(x: tuple, y: tuple, weight: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(y, prod(weight))
 
 
 @_formula(ours.conv_weight_gradient)
-def _(weight, y, x, *args, out_shape=None, **kwargs) -> int:
+def _(weight: tuple, y: tuple, x: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(y, prod(weight))
 
 
 @_formula(ours.sparse_conv2d)
-def _(x, values, *args, out_shape=None, **kwargs) -> int:
+def _(x: tuple, values: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(out_shape, prod(values))
 
 
 @_formula(ours.sparse_conv2d_input_gradient)
-def _(y, values, *args, out_shape=None, **kwargs) -> int:
+def _(y: tuple, values: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(y, prod(values))
 
 
 @_formula(ours.sparse_conv2d_weight_gradient)
-def _(values, x, y, *args, out_shape=None, **kwargs) -> int:
+def _(values: tuple, x: tuple, y: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _convolution(y, prod(values))
 
 
 # A linear layer does 2 FLOPs for each token and each weight, and so do its gradients.
 @_formula([ours.linear_forward, ours.linear_input_gradient])
-def _(out, given, weight, *args, out_shape=None, **kwargs) -> int:
+def _(out: tuple, given: tuple, weight: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * given[0] * prod(weight)
 
 
 @_formula(ours.linear_weight_gradient)
-def _(out, y, x, *args, out_shape=None, **kwargs) -> int:
+def _(out: tuple, y: tuple, x: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return 2 * x[0] * prod(out)
 
 
@@ -98,10 +98,10 @@ def _sparse_linear(tokens: tuple, values: tuple) -> int:
 
 
 @_formula([ours.sparse_linear, ours.sparse_linear_input_gradient])
-def _(x, values, *args, out_shape=None, **kwargs) -> int:
+def _(x: tuple, values: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _sparse_linear(x, values)
 
 
 @_formula(ours.sparse_linear_weight_gradient)
-def _(values, x, *args, out_shape=None, **kwargs) -> int:
+def _(values: tuple, x: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     return _sparse_linear(x, values)

@@ -18,12 +18,12 @@ def _is_read(x: Tensor) -> bool:
     return x.dtype in CODES and torch.ops.aten.is_non_overlapping_and_dense(x)
 
 
-def _finite_twin(x: Tensor) -> bool:
+def _reference_finite(x: Tensor) -> bool:
     # Multiplying by zero makes NaN of Inf and NaN, and of them alone; the sum of zeros is zero.
     return all(bool((part * 0).sum() == 0) for part in _parts(x))
 
 
-def _squares_twin(x: Tensor) -> float:
+def _reference_squares(x: Tensor) -> float:
     return sum(float(part.double().square().sum()) for part in _parts(x))
 
 
@@ -33,20 +33,20 @@ def _parts(x: Tensor) -> tuple[Tensor, ...]:
 
 def _finite(x: Tensor) -> bool:
     if not _is_read(x):
-        return _finite_twin(x)
+        return _reference_finite(x)
     return core.all_finite(x.data_ptr(), CODES[x.dtype], x.numel(), threads())
 
 
 def _squares(x: Tensor) -> float:
     if not _is_read(x):
-        return _squares_twin(x)
+        return _reference_squares(x)
     totals = _totals(x)
     return core.squared_norm(x.data_ptr(), CODES[x.dtype], x.numel(), totals.data_ptr(), threads())
 
 
 def _fake_finite(x: Tensor) -> bool:
     if not _is_read(x):
-        x.new_empty(min(x.numel(), _STRIP))  # what the twin makes of a part
+        x.new_empty(min(x.numel(), _STRIP))  # what the reference makes of a part
     return True
 
 
@@ -59,10 +59,10 @@ def _totals(x: Tensor) -> Tensor:
     return x.new_empty(-(-x.numel() // _STRIP), dtype=torch.float64)
 
 
-all_finite = define("all_finite(Tensor x) -> bool", twin=_finite_twin, fake=_fake_finite, compiled=_finite)
+all_finite = define("all_finite(Tensor x) -> bool", reference=_reference_finite, fake=_fake_finite, compiled=_finite)
 squared_norm = define(
     "squared_norm(Tensor x) -> float",
-    twin=_squares_twin,
+    reference=_reference_squares,
     fake=_fake_squares,
     compiled=_squares,
 )

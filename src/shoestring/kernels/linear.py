@@ -95,7 +95,7 @@ def _operator(schema: str, body: Callable, inputs: Callable[..., int]) -> Any:
     def fake(*args: Any) -> None:
         _scratch(args[1], args[-2], args[-1], inputs(*args))
 
-    return define(f"{schema}, int tokens, int rows) -> ()", twin=body, fake=fake, compiled=body)
+    return define(f"{schema}, int tokens, int rows) -> ()", reference=body, fake=fake, compiled=body)
 
 
 _forward_op = _operator(

@@ -1,7 +1,7 @@
 """Batch norm in training, fused with ReLU: statistics, the map made (again) from them, and the gradients.
 
 A map is [N, C, ...], contiguous or channels_last, in FP32, FP16 or BF16; arithmetic and coefficients are
-FP32, sums over the map FP64. FP64 maps run the twin. Of the maps, the backward pass needs the input alone:
+FP32, sums over the map FP64. FP64 maps run the reference. Of the maps, the backward pass needs the input alone:
 
     mean, variance = batch_norm_statistics(x)
     invstd = (variance + eps).rsqrt()
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import code, dense, float32, forms, layout, planar, require_in_place, require_same
+from .calls import Launch, code, dense, float32, forms, layout, planar, require_in_place, require_same
 from .core import core, threads
 from .define import define
 from .references import norm as reference_norm
@@ -42,26 +42,31 @@ def _totals(x: Tensor) -> Tensor:
     return x.new_empty(_PARTS * 2 * x.shape[1], dtype=torch.float64)
 
 
-def _statistics(launch, x):
+def _statistics(launch: Launch, x: Tensor) -> tuple[Tensor, Tensor]:
     x = dense(x)
     mean, variance, totals = _floats(x, x.shape[1]), _floats(x, x.shape[1]), _totals(x)
     launch(core.batch_norm_statistics, x, code(x), *_sizes(x), mean, variance, totals, threads())
     return mean, variance
 
 
-def _fold(launch, mean, invstd, gamma, beta):
+def _fold(
+    launch: Launch, mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None
+) -> tuple[Tensor, Tensor]:
     mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
     scale, shift = torch.empty_like(mean), torch.empty_like(mean)
     launch(core.batch_norm_fold, mean, invstd, gamma, beta, scale, shift, mean.numel())
     return scale, shift
 
 
-def _apply(launch, out, x, scale, shift, relu):
+def _apply(launch: Launch, out: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, relu: bool) -> None:
     x, scale, shift = dense(x, layout(out)), float32(scale), float32(shift)
     launch(core.batch_norm_apply, x, code(x), *_sizes(x), scale, shift, relu, out, threads())
 
 
-def _backward(launch, out, grad_y, x, mean, invstd, gamma, beta, relu, add):
+def _backward(
+    launch: Launch, out: Tensor, grad_y: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None,
+    beta: Tensor | None, relu: bool, add: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     form = layout(out)
     grad_y, x, add = dense(grad_y, form), dense(x, form), add if add is None else dense(add, form)
     mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))

@@ -1,7 +1,7 @@
 """Rows of a sparse table: ids -> their rows, with zeros, and the gradient at the nonzeros.
 
 The table [rows, width] is its nonzeros (a flat tensor) and their index (`sparse_index`); it is gone through once, a row
-at a time. FP64 runs the twin.
+at a time. FP64 runs the reference.
 """
 
 import torch
@@ -9,14 +9,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from ..errors import ShoestringError
-from .calls import code, forms
+from .calls import Launch, code, forms
 from .core import core, threads
 from .define import define
 from .references import sparse_linear as reference_rows
 from .sparse_linear import check_weight
 
 
-def _forward(launch, ids, values, index, rows, width) -> Tensor:
+def _forward(launch: Launch, ids: Tensor, values: Tensor, index: Tensor, rows: int, width: int) -> Tensor:
     ids = ids.contiguous()
     out = values.new_empty(*ids.shape, width)
     launch(
@@ -26,7 +26,9 @@ def _forward(launch, ids, values, index, rows, width) -> Tensor:
     return out
 
 
-def _gradient(launch, gradient, ids, dy, index, rows, width, accumulate) -> None:
+def _gradient(
+    launch: Launch, gradient: Tensor, ids: Tensor, dy: Tensor, index: Tensor, rows: int, width: int, accumulate: bool
+) -> None:
     ids, dy = ids.contiguous(), dy.contiguous()
     launch(
         core.sparse_embedding_gradient, ids, ids.numel(), dy, code(dy), index, index.numel(), rows, width, gradient,

@@ -1,29 +1,32 @@
 """Sparse linear layers in FP32, FP16 or BF16 storage with FP32 arithmetic: the product, and both gradients.
 
 The weight [out, in] is its nonzeros (a flat tensor) and their index (`sparse_index`); nothing of the size of the dense
-weight is ever made. FP64 runs the twin.
+weight is ever made. FP64 runs the reference.
 """
 
 import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import code, float32, forms, require_contiguous, require_dtype
+from .calls import Launch, code, float32, forms, require_contiguous, require_dtype
 from .core import core, threads
 from .define import define
 from .references import sparse_linear as reference_rows
 from .sparse_index import bitmap_bytes, require_countable
 
 
-def _forward(launch, x, values, index, rows, bias) -> Tensor:
+def _forward(launch: Launch, x: Tensor, values: Tensor, index: Tensor, rows: int, bias: Tensor | None) -> Tensor:
     return _multiply(launch, x, values, index, (rows, x.shape[-1]), False, float32(bias))
 
 
-def _input_gradient(launch, dy, values, index, width) -> Tensor:
+def _input_gradient(launch: Launch, dy: Tensor, values: Tensor, index: Tensor, width: int) -> Tensor:
     return _multiply(launch, dy, values, index, (dy.shape[-1], width), True, None)
 
 
-def _multiply(launch, x, values, index, shape, transposed, bias) -> Tensor:
+def _multiply(
+    launch: Launch, x: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int], transposed: bool,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     x, tokens = x.contiguous(), _tokens(x)
     y = x.new_empty(*x.shape[:-1], shape[transposed])
     scratch = _scratch(x, tokens, shape, values.numel(), transposed, False)
@@ -34,7 +37,7 @@ def _multiply(launch, x, values, index, shape, transposed, bias) -> Tensor:
     return y
 
 
-def _weight_gradient(launch, gradient, x, dy, index, accumulate) -> None:
+def _weight_gradient(launch: Launch, gradient: Tensor, x: Tensor, dy: Tensor, index: Tensor, accumulate: bool) -> None:
     x, dy, tokens, shape = x.contiguous(), dy.contiguous(), _tokens(x), (dy.shape[-1], x.shape[-1])
     scratch = _scratch(x, tokens, shape, gradient.numel(), False, True)
     launch(

@@ -3,19 +3,20 @@
     momentum = new_moment(weight, "fp16")
     sgd_update(weight, gradient, momentum, lr=0.1, mu=0.9)
 
-Weights and gradients are FP32, FP16 or BF16 (FP64 runs the twin); moments are of any form of `moments.py`. The
+Weights and gradients are FP32, FP16 or BF16 (FP64 runs the reference); moments are of any form of `moments.py`. The
 formulas are those of torch.optim. `factor` multiplies the gradient: 1 / loss scale, say. BF16 weights and narrow
 second moments are rounded by chance; `noise` (seed, number of the tensor, number of the update) decides how, so a run
 that is done again, or on another number of threads, ends with the same bits.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import CODES, forms
+from .calls import CODES, Launch, forms
 from .core import core, threads
 from .define import define
 from .moments import Moment
@@ -29,13 +30,19 @@ def _stored(x: Tensor | None) -> tuple[Tensor | None, int]:
     return x, 0 if x is None else _CODES[x.dtype]
 
 
-def _sgd(launch, weight, gradient, momentum, scales, lr, mu, nesterov, weight_decay, factor, move, noise):
+def _sgd(
+    launch: Launch, weight: Tensor, gradient: Tensor | None, momentum: Tensor | None, scales: Tensor | None, lr: float,
+    mu: float, nesterov: bool, weight_decay: float, factor: float, move: bool, noise: Noise,
+) -> None:  # fmt: skip
     tensors = (*_stored(weight), *_stored(gradient), *_stored(momentum), scales, weight.numel())
     settings = (lr, mu, nesterov, weight_decay, factor, move, gradient is not None)
     launch(core.sgd_update, *tensors, *settings, *noise, threads())
 
 
-def _adam(launch, weight, gradient, first, second, first_scales, second_scales, *rest):
+def _adam(
+    launch: Launch, weight: Tensor, gradient: Tensor | None, first: Tensor, second: Tensor,
+    first_scales: Tensor | None, second_scales: Tensor | None, *rest: Any,
+) -> None:  # fmt: skip
     *settings, noise = rest
     moments = (*_stored(first), first_scales, *_stored(second), second_scales)
     tensors = (*_stored(weight), *_stored(gradient), *moments, weight.numel())

@@ -303,7 +303,9 @@ def _pairs(value: Any) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
 
 
-def _convolution_arguments(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> dict[str, Any]:
+def _convolution_arguments(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+) -> dict[str, Any]:
     dilation = _pairs(dilation)
     padding = _padding(padding, weight.shape[-2:], dilation)
     return {"input": input, "weight": weight, "bias": bias, "stride": _pairs(stride), "padding": padding,
@@ -321,8 +323,9 @@ def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, int]) -> tup
 
 
 def _instance_norm_arguments(
-    input, running_mean=None, running_var=None, weight=None, bias=None, use_input_stats=True, momentum=0.1, eps=1e-5
-) -> dict[str, Any]:
+    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
+    use_input_stats: Any = True, momentum: Any = 0.1, eps: Any = 1e-05,
+) -> dict[str, Any]:  # fmt: skip
     return locals()
 
 
@@ -331,20 +334,20 @@ def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
-def _relu_arguments(input, inplace=False) -> dict[str, Any]:
+def _relu_arguments(input: Any, inplace: Any = False) -> dict[str, Any]:
     return locals()
 
 
-def _linear_arguments(input, weight, bias=None) -> dict[str, Any]:
+def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> dict[str, Any]:
     return locals()
 
 
-def _dropout_arguments(input, p=0.5, training=True, inplace=False) -> dict[str, Any]:
+def _dropout_arguments(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> dict[str, Any]:
     return locals()
 
 
 def _opened(func: Any) -> Callable:
-    """A function of PyTorch that hands itself to a mode as a whole -> its twin, whose own calls go to the mode."""
+    """A function of PyTorch that hands itself to a mode as a whole -> a copy whose own calls go to the mode."""
     names = func.__globals__ | {"has_torch_function": lambda tensors: False}
     return FunctionType(func.__code__, names, func.__name__, func.__defaults__)
 

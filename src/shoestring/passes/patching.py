@@ -16,11 +16,11 @@ def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Itera
     def answer(*args: Any, **kwargs: Any) -> Any:
         return call(forward, args, kwargs) if threading.get_ident() == thread else forward(*args, **kwargs)
 
-    module.forward = answer  # type: ignore[method-assign]
+    module.forward = answer
     try:
         yield
     finally:
         if own:
-            module.forward = forward  # type: ignore[method-assign]
+            module.forward = forward
         else:
             del module.forward

@@ -179,14 +179,16 @@ def norm_arguments(call: Any) -> dict[str, Any]:
 
 
 def _functional(
-    input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5
-) -> dict[str, Any]:
+    input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, training: Any = False,
+    momentum: Any = 0.1, eps: Any = 1e-05,
+) -> dict[str, Any]:  # fmt: skip
     return locals()
 
 
 def _native(
-    input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled=True
-) -> dict[str, Any]:
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: Any, momentum: Any, eps: Any,
+    cudnn_enabled: Any = True,
+) -> dict[str, Any]:  # fmt: skip
     return locals()
 
 

@@ -12,7 +12,12 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from ..errors import ShoestringError
-from ..kernels import sparse_conv
+from ..kernels.sparse_conv import (
+    Geometry,
+    sparse_conv2d_forward,
+    sparse_conv2d_input_gradient,
+    sparse_conv2d_weight_gradient,
+)
 from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from ..kernels.sparse_linear import sparse_linear_forward, sparse_linear_input_gradient, sparse_linear_weight_gradient
 from .functions import Product, lean_product
@@ -63,7 +68,7 @@ class SparseConvolution:
     bias: Tensor | None
     in_channels: int
     out_channels: int
-    geometry: tuple[Any, ...]  # kernel, stride, padding, dilation: pairs
+    geometry: Geometry
 
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
         if x.dim() != 4 or x.shape[1] != self.in_channels:
@@ -73,15 +78,14 @@ class SparseConvolution:
             )
         scale, shift = prologue or (None, None)
         weight = self.values, self.index, self.out_channels
-        return sparse_conv.forward_op(x, *weight, *self.geometry, scale, shift, self.bias)
+        return sparse_conv2d_forward(x, *weight, *self.geometry, scale, shift, self.bias)
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
         out, (scale, shift) = torch.empty_like(self.values), prologue or (None, None)
-        sparse_conv.weight_gradient_op(out, x, grad, self.index, *self.geometry, scale, shift, False)
-        return out
+        return sparse_conv2d_weight_gradient(x, grad, self.index, *self.geometry, scale, shift, out=out)
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return sparse_conv.input_gradient_op(grad, self.values, self.index, shape, *self.geometry)
+        return sparse_conv2d_input_gradient(grad, self.values, self.index, shape, *self.geometry)
 
     def bias_gradient(self, grad: Tensor) -> Tensor:
         return grad.sum((0, 2, 3))

@@ -40,7 +40,7 @@ def _rules(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Pl
 
 
 def _predicted(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    task = apply(builtin(model, device="meta", **sizes), plan).task  # type: ignore[arg-type]
+    task = apply(builtin(model, device="meta", **sizes), plan).task
     traced = calibrated(lambda table: profile(task, table))
     own = traced.ledger.only(*(set(Category) - {Category.INPUT})).peak().bytes
     return {"predicted_bytes": own, "flops_ratio": traced.flops["ratio"]}
@@ -60,7 +60,7 @@ def steps(model: str, sizes: dict[str, int], techniques: dict[str, Any], count: 
 
     In FP16 it goes on until an update was made: the first ones may be skipped, and leave no optimizer state.
     """
-    task = builtin(model, device="meta", **sizes)  # type: ignore[arg-type]
+    task = builtin(model, device="meta", **sizes)
     # The batch is made in the warm-up and stays: data is not the training's memory.
     batch = _batches.setdefault(f"{model} {sizes}", task.batch)
     lean = built(task.with_(batch=batch), Plan(**techniques))

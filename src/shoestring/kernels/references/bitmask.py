@@ -1,4 +1,4 @@
-"""A pure-PyTorch twin of each kernel: runs on any device, and is the reference of the tests."""
+"""Reference implementations of the kernels that pack and unpack bits, in PyTorch: any device."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ _WEIGHTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool or uint8 mask of any shape -> its bits, 8 a byte, the last byte padded with zeros."""
+    """A bool or uint8 mask of any shape -> its bits, 8 per byte, the last byte padded with zeros."""
     bits = torch.nn.functional.pad((mask != 0).reshape(-1).to(torch.uint8), (0, -mask.numel() % 8))
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=mask.device)
     return (bits.view(-1, 8) * weights).sum(1, dtype=torch.uint8)

@@ -1,4 +1,6 @@
-"""Pure-PyTorch twins of the dense convolution kernels. On the CPU 16-bit maps are computed in FP32."""
+"""Reference implementations of the dense convolution kernels, in PyTorch. The CPU computes 16-bit maps in FP32."""
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,14 +22,20 @@ def prepare(x: Tensor, scale: Tensor | None, shift: Tensor | None, relu: bool) -
     return x.relu() if relu else x
 
 
-def forward(out, x, weight, bias, stride, padding, dilation, groups, scale, shift, relu, scratch_bytes) -> None:
+def forward(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, scale: Tensor | None, shift: Tensor | None, relu: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
     """out = conv2d(prepared x, weight) + bias."""
     x = prepare(x, scale, shift, relu)
     bias = bias if bias is None else bias.to(x.dtype)
     out.copy_(F.conv2d(x, weight.to(x.dtype), bias, stride, padding, dilation, groups))
 
 
-def input_gradient(out, grad_y, weight, stride, padding, dilation, groups, scratch_bytes) -> None:
+def input_gradient(
+    out: Tensor, grad_y: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], groups: int, scratch_bytes: int,
+) -> None:  # fmt: skip
     """out = the gradient of the (prepared) input."""
     grad_y = _wide(grad_y)
     weight = weight.to(grad_y.dtype)
@@ -35,8 +43,9 @@ def input_gradient(out, grad_y, weight, stride, padding, dilation, groups, scrat
 
 
 def weight_gradient(
-    out, grad_y, x, stride, padding, dilation, groups, scale, shift, relu, accumulate, scratch_bytes
-) -> None:
+    out: Tensor, grad_y: Tensor, x: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    groups: int, scale: Tensor | None, shift: Tensor | None, relu: bool, accumulate: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
     """out = (out +) the gradient of the weight."""
     x = prepare(x, scale, shift, relu)
     gradient = conv2d_weight(x, out.shape, _wide(grad_y), stride, padding, dilation, groups)

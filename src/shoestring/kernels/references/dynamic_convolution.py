@@ -1,4 +1,4 @@
-"""Pure-PyTorch twins of the dynamic convolution, tap by tap. On the CPU 16-bit tensors are computed in FP32."""
+"""Reference implementation of the dynamic convolution, tap by tap. The CPU computes 16-bit tensors in FP32."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Pure-PyTorch twins of the batch-norm kernels, for any device; FP16 and BF16 are computed in FP32."""
+"""Reference implementations of the batch-norm kernels, in PyTorch: any device; FP16 and BF16 are computed in FP32."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,10 @@
-"""Pure-PyTorch twins of the sparse kernels: any device; one layer is made dense at a time."""
+"""Reference implementations of the sparse kernels in PyTorch: any device; one layer is made dense at a time."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
@@ -10,12 +13,18 @@ from . import bitmask as reference
 ESCAPE = 255  # in gaps: 255 zeros skipped, and no nonzero
 
 
-def positions(index: Tensor, numel: int) -> Tensor:
-    """An index -> the positions of its nonzeros, int64, rising."""
+def positions(index: Tensor, numel: int, count: int | None = None) -> Tensor:
+    """An index -> the positions of its nonzeros, int64, rising; on fake tensors too if their `count` is told."""
     if index.numel() == -(-numel // 8):
-        return reference.unpack_bits(index, numel).nonzero().flatten()
+        return _true(reference.unpack_bits(index, numel), count)
     gaps = index.to(torch.int64)
-    return (torch.where(gaps == ESCAPE, ESCAPE, gaps + 1).cumsum(0) - 1)[gaps != ESCAPE]
+    return (torch.where(gaps == ESCAPE, ESCAPE, gaps + 1).cumsum(0) - 1)[_true(gaps != ESCAPE, count)]
+
+
+def _true(mask: Tensor, count: int | None) -> Tensor:
+    if count is not None and is_fake(mask):
+        return mask.nonzero_static(size=count).flatten()
+    return mask.nonzero().flatten()
 
 
 def gaps(positions: Tensor) -> Tensor:
@@ -30,7 +39,7 @@ def gaps(positions: Tensor) -> Tensor:
 def densify(values: Tensor, index: Tensor, shape: list[int]) -> Tensor:
     """Nonzeros and their index -> the dense weight."""
     dense = values.new_zeros(shape)
-    dense.view(-1)[positions(index, dense.numel())] = values
+    dense.view(-1)[positions(index, dense.numel(), values.numel())] = values
     return dense
 
 
@@ -46,20 +55,30 @@ def _activate(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
     return (x * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)).relu()
 
 
-def conv2d(x, values, index, out_channels, kernel, stride, padding, dilation, scale, shift, bias=None) -> Tensor:
+def conv2d(
+    x: Tensor, values: Tensor, index: Tensor, out_channels: int, kernel: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], scale: Tensor | None, shift: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     weight = densify(_wide(values), index, [out_channels, x.shape[1], *kernel])
     wide_bias = None if bias is None else _wide(bias)
     return functional.conv2d(_activate(x, scale, shift), weight, wide_bias, stride, padding, dilation).to(x.dtype)
 
 
-def conv2d_input_gradient(dy, values, index, input_size, kernel, stride, padding, dilation) -> Tensor:
+def conv2d_input_gradient(
+    dy: Tensor, values: Tensor, index: Tensor, input_size: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int],
+) -> Tensor:  # fmt: skip
     weight = densify(_wide(values), index, [dy.shape[1], input_size[1], *kernel])
     gradient = conv2d_input(input_size, weight, _wide(dy), stride, padding, dilation)
     return gradient.to(dy.dtype)
 
 
-def conv2d_weight_gradient(gradient, x, dy, index, kernel, stride, padding, dilation, scale, shift, accumulate) -> None:
+def conv2d_weight_gradient(
+    gradient: Tensor, x: Tensor, dy: Tensor, index: Tensor, kernel: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], scale: Tensor | None, shift: Tensor | None, accumulate: bool,
+) -> None:  # fmt: skip
     x, shape = _activate(x, scale, shift), [dy.shape[1], x.shape[1], *kernel]
     dense = conv2d_weight(x, shape, _wide(dy), stride, padding, dilation)
-    at_nonzeros = dense.reshape(-1)[positions(index, dense.numel())]
+    at_nonzeros = dense.reshape(-1)[positions(index, dense.numel(), gradient.numel())]
     gradient.copy_(_wide(gradient) + at_nonzeros if accumulate else at_nonzeros)

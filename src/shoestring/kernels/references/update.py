@@ -1,4 +1,4 @@
-"""Pure-PyTorch twins of the optimizer updates, for any device: FP32 arithmetic, one chunk of a tensor at a time."""
+"""Reference implementations of the optimizer updates: any device, FP32 arithmetic, one chunk of a tensor at a time."""
 
 from collections.abc import Callable, Sequence
 

@@ -69,7 +69,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         return Moment(state[name], state.get(f"{name}_scales"))
 
     # -- the step -----------------------------------------------------------------------------------------------
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """What torch.optim's optimizers do in a step."""
         loss = None
         if closure is not None:

@@ -67,7 +67,7 @@ def _watched(names: Mapping[int, str], found: dict[str, str]) -> Iterator[None]:
         return get(self, name)
 
     with _patching:
-        nn.Module.__getattr__ = watching  # type: ignore[method-assign, assignment]
+        nn.Module.__getattr__ = watching  # type: ignore[method-assign]
         try:
             yield
         finally:
