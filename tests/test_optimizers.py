@@ -181,7 +181,7 @@ def used(model):
 @pytest.mark.parametrize(
     "make_optimizer, words",
     [
-        (used, "has state of 6 parameters already"),
+        (used, "already has state for 6 parameters"),
         (lambda model: torch.optim.SGD(net().parameters(), lr=0.1), r"\(300, 20\) that is not the model's"),
     ],
 )

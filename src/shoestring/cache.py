@@ -1,4 +1,4 @@
-"""Folders on this machine: for what can be made again, and for what is offloaded; how files get into them."""
+"""Folders on this machine: the cache, which can be deleted, and the folder for offloaded tensors; atomic writes."""
 
 import os
 import tempfile
@@ -15,24 +15,24 @@ def cache_folder() -> Path:
 
 
 def made_cache_folder() -> Path:
-    """-> the same folder, made; refused with the reason where it cannot be."""
+    """-> the same folder, created if needed; raises with the reason if that fails."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ShoestringError(
-            f"cannot make the cache folder {folder}: {error.strerror}; set SHOESTRING_CACHE to another"
+            f"cannot create the cache folder {folder}: {error.strerror}; set SHOESTRING_CACHE to another"
         ) from error
     return folder
 
 
 def spill_folder() -> str:
-    """$TMPDIR or /var/tmp: /tmp is often in memory."""
+    """Where tensors are offloaded: $TMPDIR or /var/tmp. Not /tmp, which is often a file system in memory."""
     return os.environ.get("TMPDIR") or "/var/tmp"
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all, however many processes write it at once."""
+    """Writes a file atomically, however many processes write it at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
     try:

@@ -1,8 +1,8 @@
-"""What a batch holds: examples, and the items among them that a loss is the mean of.
+"""Counting a batch: its examples, and the items that its loss is the mean of. Gradient accumulation weighs by items.
 
-A batch's examples are the first dimension of its first tensor that is not shared. What a loss counts may be less or
-more: a language model's is the mean over the labels that are not ignored. Which of the `candidates` it is, only the
-loss knows: techniques/microbatch/adding_up.py asks it.
+A batch's examples are the first dimension of its first tensor that is not shared. Items may be fewer or more: a
+language model's loss is the mean over the labels that are not ignored. Which of the `candidates` a loss counts can
+only be found by calling it: techniques/microbatch/adding_up.py does.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -15,22 +15,22 @@ from torch import Tensor
 from .errors import ShoestringError
 from .structure import named_leaves
 
-IGNORED = -100  # the label that PyTorch's losses and every collator leave out
-OTHERS_IGNORED = (255, -1, 0)  # that are left out in segmentation, by other libraries, as padding
+IGNORED = -100  # the label that PyTorch's losses and most collators ignore
+OTHERS_IGNORED = (255, -1, 0)  # ignored in segmentation, by other libraries, as padding
 LABELS = ("labels", "label", "targets", "target")
-# Names (or paths) of what belongs to all examples at once, or a function of path and value that says so.
+# Names (or paths) of tensors that belong to all examples at once, or a predicate of path and value.
 Shared = Collection[str] | Callable[[str, Any], bool]
 
 
 def is_shared(shared: Shared, path: str, value: Any) -> bool:
-    """Whether a leaf goes whole to every piece of a batch, because the task says so."""
+    """Whether the task says that a leaf goes whole to every microbatch."""
     if callable(shared):
         return bool(shared(path, value))
     return any(name == path or name in path.split(".") for name in shared)
 
 
 def counted(batch: Any, shared: Shared = ()) -> tuple[str, int]:
-    """A batch -> the path of the tensor whose first dimension counts its examples, and how many they are."""
+    """A batch -> the path of the tensor whose first dimension is its examples, and their number."""
     for path, leaf in named_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.dim() > 0 and not is_shared(shared, path, leaf):
             return path, leaf.shape[0]
@@ -55,8 +55,8 @@ class Examples:
 
 @dataclass(frozen=True)
 class Entries:
-    """Counts the entries of a tensor that are none of `ignored`; `shifted`, as for the next token, without the first
-    of each row."""
+    """Counts the entries of a tensor that are not in `ignored`; if `shifted`, as for next-token prediction, without the
+    first of each row."""
 
     name: str
     ignored: tuple[int, ...] = (IGNORED,)
@@ -65,7 +65,9 @@ class Entries:
     def __call__(self, batch: Any) -> int:
         leaf = dict(named_leaves(batch)).get(self.name)
         if not isinstance(leaf, Tensor):
-            raise ShoestringError(f"items are counted in {self.name!r}, which this batch has not: pass Task(items=...)")
+            raise ShoestringError(
+                f"items are counted in {self.name!r}, which this batch does not have: pass Task(items=...)"
+            )
         entries = leaf[:, 1:] if self.shifted else leaf
         return int(torch.stack([entries != number for number in self.ignored]).all(0).sum())
 
@@ -78,7 +80,7 @@ Count = Callable[[Any], int]
 
 
 def usual(batch: Any, padding: int | None = None, shared: Shared = ()) -> Count:
-    """What a batch's items are as long as nobody asked the loss: labels that are not ignored, or else examples."""
+    """A batch's items before the loss has been called: labels that are not ignored, or else examples."""
     examples = counted(batch, shared)[1]
     for path, leaf in named_leaves(batch):
         if _is_labels(path) and _holds_rows(leaf, examples) and not is_shared(shared, path, leaf):
@@ -87,7 +89,7 @@ def usual(batch: Any, padding: int | None = None, shared: Shared = ()) -> Count:
 
 
 def candidates(batch: Any, padding: int | None = None, shared: Shared = ()) -> list[Count]:
-    """All that a loss may well be the mean of, the likeliest first."""
+    """Everything that a loss may be the mean of, likeliest first."""
     examples = counted(batch, shared)[1]
     likely: list[Count] = []
     others: list[Count] = []
@@ -118,7 +120,7 @@ def _is_labels(path: str) -> bool:
 
 
 def _holds_rows(leaf: Any, examples: int) -> bool:
-    """Whether a leaf holds whole numbers, more than one for each example, and can be looked at."""
+    """Whether a leaf holds several integers per example, and has values."""
     if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.is_floating_point() or leaf.is_complex():
         return False
     return leaf.dim() > 1 and leaf.shape[0] == examples

@@ -1,6 +1,6 @@
-"""The ledger: which storages were alive when, in which category, for which module; the only byte arithmetic.
+"""The ledger: which storages were alive when, in which category, for which module. Peaks are read from it.
 
-A storage is written down once, however many tensors view it. Time is the count of births and deaths, so the
+A storage is recorded once, however many tensors view it. Time is the count of births and deaths, so the
 peak is a fact about one moment and not a sum of maxima.
 """
 
@@ -84,14 +84,14 @@ class Ledger:
         operation: str = "",
         phase: Phase = Phase.BUILD,
     ) -> int:
-        """Writes a storage of `size` bytes down as born now -> its number, for `death`."""
+        """Records that a storage of `size` bytes is born now -> its number, for `death`."""
         self.time += 1
         self.live_bytes += size
         self.entries.append(Entry(size, category, module, operation, phase, self.time))
         return len(self.entries) - 1
 
     def death(self, number: int) -> None:
-        """Storage `number` is gone from now on."""
+        """Records that storage `number` is freed now."""
         entry = self.entries[number]
         assert entry.died is None, "a storage dies once"
         self.time += 1
@@ -99,7 +99,7 @@ class Ledger:
         entry.died = self.time
 
     def resize(self, number: int, size: int) -> int:
-        """Storage `number` has `size` bytes from now on -> its new number."""
+        """Records that storage `number` has `size` bytes from now on -> its new number."""
         entry = self.entries[number]
         self.death(number)
         return self.birth(size, entry.category, entry.module, entry.operation, entry.phase)
@@ -115,7 +115,7 @@ class Ledger:
         return [live := live + step for step in change]
 
     def peak(self) -> Peak:
-        """The first moment of most live bytes, and what was born at it."""
+        """The first moment with the most live bytes, and what was born at it."""
         timeline = self.timeline()
         time = max(range(len(timeline)), key=timeline.__getitem__, default=0)
         if not any(timeline):
@@ -136,7 +136,7 @@ class Ledger:
         return {category: part.timeline() for category, part in parts.items() if part.entries}
 
     def only(self, *categories: Category) -> "Ledger":
-        """The same time with the storages of these categories alone."""
+        """The same timeline, of the storages of these categories only."""
         part = Ledger()
         part.time = self.time
         part.entries = [entry for entry in self.entries if entry.category in categories]

@@ -1,8 +1,8 @@
-"""How a task's optimizer is made of its model's parameters: from settings, a class, a function, or one that exists.
+"""Makes a task's optimizer for its model's parameters: from settings, a class, a function, or an existing instance.
 
 A function takes the trainable parameters; or pairs of name and parameter, if its argument is called `named_parameters`,
-so that it can make groups by name. Of an optimizer that exists, groups and settings are taken, by the names of the
-parameters: it is made anew for the parameters of a trace, or of a model whose layers were swapped.
+so that it can make groups by name. From an existing optimizer, groups and settings are taken by parameter name: it is
+made anew for the parameters of a trace, or of a model whose layers were swapped.
 """
 
 import inspect
@@ -20,8 +20,8 @@ NAMES = "named_parameters"
 
 
 class Trainable(NamedTuple):
-    """A parameter, and the name and shape under which an optimizer's function is told of it: those of the dense
-    weight, where a layer holds its nonzeros only, for groups often go by name or number of dimensions."""
+    """A parameter, and the name and shape that an optimizer's function sees: those of the dense weight if a layer holds
+    only its nonzeros, because groups often go by name or number of dimensions."""
 
     name: str
     shape: torch.Size
@@ -29,7 +29,7 @@ class Trainable(NamedTuple):
 
 
 def trainable(model: nn.Module) -> Iterator[Trainable]:
-    """A model -> its parameters that are trained, each once."""
+    """A model -> its trainable parameters, each once."""
     told = {
         f"{path}.{own}".lstrip("."): (f"{path}.{name}".lstrip("."), torch.Size(shape))
         for path, module in model.named_modules()
@@ -47,7 +47,7 @@ def make(optimizer: Callable, model: nn.Module) -> torch.optim.Optimizer:
         raise ShoestringError("the model has no parameter that requires a gradient: there is nothing to train")
     seen = [part.parameter if part.shape == part.parameter.shape else _stand_in(part) for part in parts]
     made = _call(optimizer, [part.name for part in parts], seen)
-    if any(tensor in made.state for tensor in seen):  # made with it, for tensors of these very sizes
+    if any(tensor in made.state for tensor in seen):  # the constructor made state of these sizes
         seen = [part.parameter for part in parts]
         made = _call(optimizer, [part.name for part in parts], seen)
     real = {id(tensor): part.parameter for tensor, part in zip(seen, parts, strict=True)}
@@ -58,7 +58,7 @@ def make(optimizer: Callable, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def outline(optimizer: Callable, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[Tensor, str]]:
-    """The same for parameters without values, whose names are told too: to see which optimizer it is."""
+    """The same for parameters without values, and their names: to see which optimizer it is."""
     stand_ins: dict[Tensor, str] = {_stand_in(part): part.name for part in trainable(model)}
     made = _call(optimizer, list(stand_ins.values()), list(stand_ins))
     for group in made.param_groups:
@@ -83,7 +83,7 @@ def takes_names(optimizer: Callable) -> bool:
 
 
 def _stand_in(part: Trainable) -> nn.Parameter:
-    """A parameter of that shape, of one value, with the marks that a function may look for."""
+    """A parameter of that shape with a single value in memory, and with the attributes that a function may look for."""
     stand_in = nn.Parameter(part.parameter.detach().new_empty(()).expand(part.shape))
     vars(stand_in).update(vars(part.parameter))
     return stand_in
@@ -94,13 +94,13 @@ def _check_given(parameters: list[Tensor], given: dict[int, Any]) -> None:
         if id(parameter) not in given:
             raise ShoestringError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that its function was not given: "
-                f"make groups of the function's argument, which holds names too if it is called {NAMES}"
+                f"make groups from the function's argument, which has names too if it is called {NAMES}"
             )
 
 
 @dataclass(frozen=True, repr=False)
 class Remade:
-    """An optimizer that exists, as its class, its groups (names of parameters, settings) and its defaults."""
+    """An existing optimizer as data: its class, its groups (parameter names, settings) and its defaults."""
 
     kind: type[torch.optim.Optimizer]
     groups: tuple[tuple[tuple[str, ...], dict[str, Any]], ...]
@@ -119,13 +119,13 @@ class Remade:
 
 
 def remade(optimizer: torch.optim.Optimizer, model: nn.Module) -> Remade:
-    """An optimizer of a model's parameters -> how to make one like it; the given one is not used itself.
+    """An optimizer of a model's parameters -> how to make one like it; the given one itself is not used.
 
-    The learning rate is that from which a scheduler started, if there is one: `train(schedule=...)` takes its place.
+    The learning rate is the one that a scheduler started from, if there is one: `train(schedule=...)` replaces it.
     """
     if optimizer.state:
         raise ShoestringError(
-            f"the optimizer has state of {len(optimizer.state)} parameters already, which a task does not take over: "
+            f"the optimizer already has state for {len(optimizer.state)} parameters, which a task does not take over: "
             "pass a new one, and resume runs from their saves"
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -143,5 +143,5 @@ def _check_model(parameters: list[Tensor], names: dict[int, str]) -> None:
         if id(parameter) not in names:
             raise ShoestringError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not the model's: "
-                "make it of model.parameters()"
+                "make it from model.parameters()"
             )

@@ -1,4 +1,4 @@
-"""The generators that a model, its loss or its data may draw from: kept, restored, seeded."""
+"""The random generators that a model, its loss or its data may use: saved, restored, seeded."""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class RandomState:
-    """The generators that a model or its data may draw from: PyTorch's, NumPy's, Python's, and named ones."""
+    """The state of PyTorch's, NumPy's and Python's generators, and of named ones."""
 
     generators: Mapping[str, torch.Generator]
 
@@ -41,7 +41,7 @@ class RandomState:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """All global generators start from `seed` inside the context; outside they are as they were."""
+    """Seeds all global generators inside the context, and restores them after it."""
     before = RandomState({}).state()
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)

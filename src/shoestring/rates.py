@@ -1,11 +1,11 @@
-"""Rates: how fast a device is, as the time model must know it."""
+"""Rates: how fast a device is, as data for the time model."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What this device does in a second, and what a call costs."""
+    """Throughputs per second, and the overhead per operator call."""
 
     flops_per_second: float
     sparse_flops_per_second: float
@@ -14,11 +14,11 @@ class Rates:
     disk_bytes_per_second: float = 5e8
 
     def seconds_per_byte(self, medium: str) -> float:
-        """What it costs to make a byte of a tensor again, or to page it out and in."""
+        """The time to recompute a byte of a tensor in memory, or to offload it to disk and read it back."""
         return 2 / self.disk_bytes_per_second if medium == "disk" else 3 / self.bytes_per_second
 
 
-# Of a two-core AVX2 server, for whoever plans without a measurement: only ratios of predicted times are used.
+# A two-core AVX2 server, for plans without a measurement: only ratios of predicted times are used.
 NOMINAL = Rates(
     flops_per_second=8e10,
     sparse_flops_per_second=6e10,

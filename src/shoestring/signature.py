@@ -1,7 +1,7 @@
 """Signature: one call of an operator as plain data, the key under which its measured scratch is looked up.
 
 The profiler makes signatures from fake tensors and a calibration runs them with real ones; neither imports
-the other. Only what decides an operator's scratch is kept: a tensor's shape, strides and type, not values.
+the other. Only what determines an operator's scratch is recorded: a tensor's shape, strides and type, not its values.
 """
 
 import json
@@ -44,7 +44,7 @@ class Signature:
         return cls(record["op"], _text(record.get("args", []), record.get("kwargs", {})))
 
     def function(self) -> Any:
-        """The operator itself; ValueError where this torch has none of that name."""
+        """The operator itself; ValueError if this torch has none of that name."""
         function: Any = torch.ops
         for part in self.op.split("."):
             function = getattr(function, part, None)
@@ -55,7 +55,7 @@ class Signature:
     def call_arguments(self, make_tensor: MakeTensor) -> tuple[list[Any], dict[str, Any]]:
         """-> args and kwargs for the operator, each tensor made by `make_tensor(shape, stride, dtype)`.
 
-        ValueError where an argument could not be written down as data.
+        ValueError if an argument could not be recorded as data.
         """
         record = json.loads(self.arguments)
         kwargs = {name: _decode(value, make_tensor) for name, value in record["kwargs"].items()}
@@ -63,11 +63,11 @@ class Signature:
 
 
 class Bound(int):
-    """A number in a table that was not measured: the call could not be made, and needs this at most."""
+    """A number in a table that was not measured but bounded: the call could not be run here, and needs at most this."""
 
 
 def output_key(signature: Signature, number: int) -> str:
-    """The key under which a table has the elements of a flat output whose size only the library knows.
+    """The key of a table's entry for a flat output whose size only the library knows: its number of elements.
 
     PyTorch's fakes leave such an output empty: the workspace that oneDNN's LSTM keeps for its backward pass.
     """
@@ -75,7 +75,7 @@ def output_key(signature: Signature, number: int) -> str:
 
 
 def call_of(key: str) -> str:
-    """A key of a table -> that of the call it belongs to.
+    """A key of a table -> the key of the call that it belongs to.
 
     >>> call_of(output_key(Signature("aten.relu.default", "{}"), 3))
     'aten.relu.default {}'

@@ -1,8 +1,9 @@
-"""Tensors in structures of any kind: the one place that takes a batch apart and puts it together again.
+"""Tensors in structures of any kind: the one place where batches are flattened and rebuilt.
 
-Opened are lists, tuples, named tuples, every `Mapping` (a dict, a UserDict, transformers' BatchEncoding), dataclasses
-and whatever is registered with `torch.utils._pytree`. All else is a leaf. What is rebuilt has the type that it had, so
-that a loss finds `batch.labels` where it was. A leaf's path is its keys joined by dots: "inputs.mask", "0.ids".
+Containers are lists, tuples, named tuples, every `Mapping` (a dict, a UserDict, transformers' BatchEncoding),
+dataclasses and whatever is registered with `torch.utils._pytree`. Anything else is a leaf. Containers are rebuilt as
+the type that they were, so that a loss finds `batch.labels` where it was. A leaf's path is its keys joined by dots:
+"inputs.mask", "0.ids".
 """
 
 import copy
@@ -21,14 +22,14 @@ Rebuild = Callable[[Sequence[Any]], Any]  # leaves in order -> the structure
 
 
 class _Kind(NamedTuple):
-    """`children(node)` gives (key, child) in order, `rebuild(like, children)` a node like another."""
+    """A container type: `children(node)` gives (key, child) in order, `rebuild(like, children)` a node like `like`."""
 
     children: Callable[[Any], list[tuple[Any, Any]]]
     rebuild: Callable[[Any, list[Any]], Any]
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Everything in a structure that is no structure itself, in order."""
+    """The leaves of a structure, in order."""
     if (kind := _kind(tree)) is None:
         yield tree
     else:
@@ -67,8 +68,8 @@ def mapped_by_name(
 ) -> Any:
     """The structure with `function(path, leaf)` in place of each leaf, and of each node that `is_leaf(path, node)`.
 
-    Lists and dicts are made anew, so that who changes the result does not change the original. Other objects
-    stay themselves where nothing in them changed: they may be shared by who knows whom.
+    Lists and dicts are copied, so that changing the result does not change the original. Other objects are
+    returned as they are if nothing in them changed: other code may hold them too.
     """
     kind = _kind(tree)
     if kind is None or is_leaf(path, tree):
@@ -81,14 +82,14 @@ def mapped_by_name(
 
 
 def flatten(tree: Any) -> tuple[list[Any], Rebuild]:
-    """A structure -> its leaves, and a function from leaves to such a structure, which holds none of them."""
+    """A structure -> its leaves, and a function that rebuilds it from new leaves and holds none of the old ones."""
     found: list[Any] = []
     form = _taken_apart(tree, found)
     return found, lambda new: _put_together(form, iter(new))
 
 
 def _taken_apart(tree: Any, found: list[Any]) -> Any:
-    """A structure -> its form: None for a leaf; else the kind, an empty node and the forms of the children."""
+    """A structure -> its shape: None for a leaf; else the kind, an empty node and the shapes of the children."""
     if (kind := _kind(tree)) is None:
         found.append(tree)
         return None
@@ -109,9 +110,9 @@ def _inside(path: str, key: Any) -> str:
 
 # -- kinds ----------------------------------------------------------------------------------------------------------
 def _kind(node: Any) -> _Kind | None:
-    """What a node is; None for a leaf."""
+    """The kind of a container; None for a leaf."""
     kind: Any = type(node)
-    if kind in pytree.SUPPORTED_NODES and kind not in _PLAIN:  # asked each time: a library may register it later
+    if kind in pytree.SUPPORTED_NODES and kind not in _PLAIN:  # looked up each time: a library may register it later
         return _REGISTERED
     return _kind_of(kind)
 
@@ -138,7 +139,7 @@ def _like_list(like: list, children: list[Any]) -> list:
 
 
 def _like_mapping(like: Mapping, children: list[Any]) -> Mapping:
-    """A copy keeps what else the object knows; where a copy would share its items, the type is called."""
+    """A copy keeps the object's other attributes; if a copy would share its items, the type is called instead."""
     items = dict(zip(like, children, strict=True))
     if type(like) is dict:
         return items
@@ -162,7 +163,7 @@ def _fields(node: Any) -> list[tuple[str, Any]]:
 
 
 def _like_dataclass(like: Any, children: list[Any]) -> Any:
-    made = copy.copy(like)  # not made by its __init__, which may take, check or compute something else
+    made = copy.copy(like)  # not by its __init__, which may have other arguments, checks or side effects
     for (name, _), child in zip(_fields(like), children, strict=True):
         object.__setattr__(made, name, child)  # frozen ones too
     return made

@@ -1,4 +1,4 @@
-"""One thread at a time on a model: a step patches its modules and a trace swaps their tensors, for all threads."""
+"""One thread at a time per model: a step patches its modules and a trace swaps their tensors, for all threads."""
 
 import threading
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ _turns: dict[int, tuple[int, str]] = {}  # module -> the thread that has it, and
 
 @contextmanager
 def turn(model: Any, doing: str) -> Iterator[None]:
-    """This thread alone has the model's modules inside the context; another that wants one of them is refused."""
+    """Gives this thread the model's modules inside the context; another that wants one of them gets an error."""
     thread, modules = threading.get_ident(), {id(module) for module in model.modules()}
     with _lock:
         for module in modules & _turns.keys():
             if _turns[module][0] != thread:
                 raise ShoestringError(
-                    f"{type(model).__name__} cannot be {doing}: another thread has it and it is being "
-                    f"{_turns[module][1]} there; use one thread at a time, or give each a copy.deepcopy of the model"
+                    f"{type(model).__name__} cannot be {doing}: it is being {_turns[module][1]} in another "
+                    f"thread; use one thread at a time, or give each a copy.deepcopy of the model"
                 )
         mine = modules - _turns.keys()
         _turns.update(dict.fromkeys(mine, (thread, doing)))

@@ -1,4 +1,4 @@
-"""Bytes to words and back: MB = 1e6 bytes; MiB = 2**20 is accepted and shown as such."""
+"""Sizes as text and back: MB is 1e6 bytes; MiB, 2**20 bytes, is accepted too."""
 
 import math
 import re

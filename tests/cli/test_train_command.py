@@ -296,9 +296,9 @@ def test_damage_costs_a_warning_or_where_nothing_is_whole_exit_code_4(train, tmp
         path.write_bytes(data.tobytes())
         answer = train("--epochs", 2, "--run", "run", "--resume")
         if number == 0:
-            assert answer.code == 0 and "is damaged" in answer.err and "going on from update 5" in answer.err
+            assert answer.code == 0 and "is damaged" in answer.err and "continuing from update 5" in answer.err
             (saves[-1] / "model.safetensors").write_bytes(b"damaged again")
-    assert "no other save is whole" in complaint(answer, code=4)
+    assert "no other save is undamaged" in complaint(answer, code=4)
 
 
 def test_a_run_that_diverges_ends_with_exit_code_5(train):

@@ -28,7 +28,7 @@ def test_rows_of_any_length_and_text_of_any_kind_come_back(cache):
 def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(ShoestringError, match=r"cannot make the cache folder .*SHOESTRING_CACHE"):
+    with pytest.raises(ShoestringError, match=r"cannot create the cache folder .*SHOESTRING_CACHE"):
         spill([b"x"])
 
 

@@ -1,4 +1,4 @@
-"""What may be data: anything that can be gone through again, of a known length or not, resumed at any batch."""
+"""Data may be anything that can be iterated repeatedly, of a known length or not, and resumes at any batch."""
 
 import pytest
 import torch
@@ -85,12 +85,12 @@ def test_every_pass_has_random_numbers_of_its_own_and_the_models_are_left_alone(
 @pytest.mark.parametrize(
     "data, how, words",
     [
-        (batches(), {"updates": 3}, "a generator, can be gone through once only.*pass the function that makes it"),
-        (iter([1, 2]), {"epochs": 1}, "a list_iterator, can be gone through once only"),
+        (batches(), {"updates": 3}, "a generator, can be iterated only once.*pass the function that makes it"),
+        (iter([1, 2]), {"epochs": 1}, "a list_iterator, can be iterated only once"),
         (batches, {"epochs": 2}, "a function, has no length, .*train for updates=N"),
         (DataLoader(Batches(), batch_size=None), {"epochs": 1}, "a DataLoader, has no length"),
         ([], {"epochs": 1}, "a list, holds no batch"),
-        (3, {"epochs": 1}, "a int, cannot be gone through: pass a list"),
+        (3, {"epochs": 1}, "a int, cannot be iterated: pass a list"),
         (lambda: iter(()), {"updates": 2}, "the data ended early: it should have at least one batch, and gave 0"),
         (lambda: 3, {"updates": 2}, "the data is a function that made a int: return"),
     ],

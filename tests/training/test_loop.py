@@ -246,7 +246,7 @@ def test_a_folder_of_a_run_is_not_used_for_another(tmp_path):
 
 def test_a_folder_with_other_things_or_without_a_run_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
-    with pytest.raises(ShoestringError, match=r"holds 'thesis.tex', which is not of a run"):
+    with pytest.raises(ShoestringError, match=r"holds 'thesis.tex', which no run wrote"):
         train(task(), Noise(), epochs=1, run=tmp_path)
     with pytest.raises(ShoestringError, match="holds no run to resume"):
         train(task(), Noise(), epochs=1, run=tmp_path / "new", resume=True)
@@ -259,7 +259,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
     def another(event):
         train(task(), Noise(), epochs=1, run=tmp_path / "run", resume=True)
 
-    with pytest.raises(ShoestringError, match="another process trains in"):
+    with pytest.raises(ShoestringError, match="another process is training in"):
         train(task(), Noise(), epochs=1, run=tmp_path / "run", listeners=[another])
 
 
@@ -279,7 +279,7 @@ def test_a_run_whose_saves_are_all_damaged_is_not_silently_begun_anew(tmp_path):
     train(task(), Noise(), epochs=1, run=tmp_path / "run")
     for path in (tmp_path / "run").rglob("manifest.json"):
         path.write_bytes(path.read_bytes().replace(b"update", b"upDate"))
-    with pytest.raises(DamagedSave, match="no other save is whole"):
+    with pytest.raises(DamagedSave, match="no other save is undamaged"):
         train(task(), Noise(), epochs=1, run=tmp_path / "run", resume=True)
 
 
@@ -292,7 +292,7 @@ def test_a_damaged_save_costs_only_the_updates_since_the_one_before(tmp_path):
     path = tmp_path / "run" / "saves" / "update-0000000017" / "optimizer.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     resumed = task()
-    with pytest.warns(UserWarning, match="going on from update 15"):
+    with pytest.warns(UserWarning, match="continuing from update 15"):
         train(resumed, Noise(), run=tmp_path / "run", resume=True, **how)
     assert_same_weights(weights(whole), weights(resumed))
     assert log_of(tmp_path / "run") == log_of(tmp_path / "whole")

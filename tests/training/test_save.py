@@ -93,13 +93,13 @@ def test_a_damaged_save_is_passed_over_with_a_warning(saves):
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert saves.newest().update == 1
     assert len(saves.told) == 1 and "update-0000000002 is damaged" in saves.told[0]
-    assert "going on from update 1" in saves.told[0]
+    assert "continuing from update 1" in saves.told[0]
 
 
 def test_where_all_saves_are_damaged_the_exit_code_says_so(saves):
     saves.write(1, "f", {"part": Part(1.0)})
     (saves.path(1) / "manifest.json").write_text("{}")
-    with pytest.raises(DamagedSave, match="no other save is whole") as error:
+    with pytest.raises(DamagedSave, match="no other save is undamaged") as error:
         saves.newest()
     assert error.value.exit_code == 4
 
@@ -167,10 +167,10 @@ MANIFESTS = {
     "key 'fingerprint' is NoneType": lambda r: r.update(fingerprint=None),
     "key 'values' is list": lambda r: r.update(values=[]),
     "key 'files' is list": lambda r: r.update(files=[]),
-    "'../../secret', which is no name of a group": lambda r: r["values"].update({"../../secret": 1}),
-    "'../../secret.safetensors', which is no file": lambda r: r["files"].update({"../../secret.safetensors": {}}),
-    "'/etc/passwd', which is no file": lambda r: r["files"].update({"/etc/passwd": {}}),
-    "'other.safetensors', which is no file": lambda r: r["files"].update({"other.safetensors": {}}),
+    "'../../secret', which is not the name of a group": lambda r: r["values"].update({"../../secret": 1}),
+    "'../../secret.safetensors', which is not the file": lambda r: r["files"].update({"../../secret.safetensors": {}}),
+    "'/etc/passwd', which is not the file": lambda r: r["files"].update({"/etc/passwd": {}}),
+    "'other.safetensors', which is not the file": lambda r: r["files"].update({"other.safetensors": {}}),
     "key 'files.part.safetensors.bytes' is missing": lambda r: r["files"]["part.safetensors"].pop("bytes"),
     "key 'files.part.safetensors.bytes' is str": lambda r: r["files"]["part.safetensors"].update(bytes="1"),
     "key 'files.part.safetensors.sha256' is int": lambda r: r["files"]["part.safetensors"].update(sha256=1),
@@ -182,7 +182,7 @@ MANIFESTS = {
     "key 'values.part.tensor.strides'": lambda r: r["values"]["part"]["tensor"].update(strides="1"),
     "key 'values.part.tensor.device' is int": lambda r: r["values"]["part"]["tensor"].update(device=3),
     "key 'values.part.a.$tuple' is int": lambda r: r["values"]["part"].update(a={"$tuple": 3}),
-    "key 'values.part.a.$items' is no list": lambda r: r["values"]["part"].update(a={"$items": [[[1], 2]]}),
+    "key 'values.part.a.$items' is not a list": lambda r: r["values"]["part"].update(a={"$items": [[[1], 2]]}),
     "deep": lambda r: r["values"].update(part=json.loads("[" * 300 + "]" * 300)),
 }
 
@@ -194,7 +194,7 @@ def test_a_sealed_manifest_that_says_something_else_is_refused_by_the_name_of_it
     with pytest.raises(DamagedSave, match=re.escape(told)) as error:
         module.check(path)
     assert str(path) in str(error.value) and "\n" not in str(error.value)
-    with pytest.raises(DamagedSave, match="no other save is whole"):
+    with pytest.raises(DamagedSave, match="no other save is undamaged"):
         saves.newest()
 
 
@@ -270,7 +270,7 @@ def test_when_no_more_can_be_written_the_last_good_save_survives(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL, tmp_path / "saves"], capture_output=True, text=True)
     words, state = done.stdout.splitlines()
     assert "update 2 could not be saved" in words and "File too large" in words
-    assert "the save of update 1 is whole: make room and resume" in words
+    assert "the save of update 1 is complete: make room and resume" in words
     assert state == "1 ['update-0000000001']"
 
 
@@ -281,7 +281,7 @@ def test_a_full_disk_is_said_in_one_line(saves, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "write_tensors", full)
-    with pytest.raises(NotSaved, match=r"No space left on device \(.* free\); the save of update 1 is whole"):
+    with pytest.raises(NotSaved, match=r"No space left on device \(.* free\); the save of update 1 is complete"):
         saves.write(2, "f", {"part": Part()})
     assert saves.updates() == [1] and len(list(saves.folder.iterdir())) == 1
 

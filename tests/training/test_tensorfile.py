@@ -128,7 +128,7 @@ def test_a_tensor_that_no_file_can_hold_is_refused(tmp_path):
 )
 def test_a_file_with_a_wrong_header_is_refused(tmp_path, data):
     (tmp_path / "a").write_bytes(data)
-    with pytest.raises(DamagedSave, match="no safetensors file"):
+    with pytest.raises(DamagedSave, match="not a safetensors file"):
         TensorFile(tmp_path / "a")
 
 

@@ -1,7 +1,7 @@
-"""The mean of the weights of several saves, one tensor at a time, in a file of its own.
+"""Averages the weights of several saves, one tensor at a time, into a file of their own.
 
-Sparse layers are rewired between saves, and the mean of weights at different places is dense (the paper's footnote 6):
-the file holds the plain model's weights, zeros and all, whatever was sparse in training.
+Sparse layers are rewired between saves, and the mean of weights at different positions is dense (the paper's footnote
+6): the file holds the dense model's weights, zeros included, whatever was sparse in training.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,19 +22,19 @@ from .tensorfile import TensorFile
 
 
 class NoMean(ShoestringError):
-    """Saves of which there is no mean."""
+    """Saves that cannot be averaged."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A tensor that is made when it is asked for, and what it will be like."""
+    """A tensor that is computed on demand, and one with the shape and type that it will have."""
 
     like: Tensor
     make: Callable[[], Tensor]
 
 
 def average_saves(model: nn.Module, saves: Sequence[Save], path: Path) -> None:
-    """A model and saves of it, which were checked -> a file of their mean weights; the model is not touched."""
+    """A model and checked saves of it -> a file of their mean weights; the model is not touched."""
     write_means(path, means(model, [TensorFile(save.path / "model.safetensors") for save in saves]))
 
 
@@ -43,10 +43,10 @@ def write_means(path: Path, found: Mapping[str, Mean]) -> None:
 
 
 def means(model: nn.Module, files: Sequence[TensorFile]) -> dict[str, Mean]:
-    """A model and files of its tensors -> the mean of each, by its name in the plain model.
+    """A model and files of its tensors -> the mean of each, by its name in the dense model.
 
-    Counters are those of the last file. Masks and other integers must be the same in all, for values at different
-    places have no mean.
+    Counters are those of the last file. Masks and other integers must be the same in all files: values at different
+    positions have no mean.
     """
     sparse = {f"{path}." if path else "": m for path, m in model.named_modules() if isinstance(m, SparseLayer)}
     found: dict[str, Mean] = {}
@@ -90,16 +90,16 @@ def _last(name: str, files: Sequence[TensorFile]) -> Tensor:
 
 def _changed(name: str) -> NoMean:
     return NoMean(
-        f"the saves cannot be averaged: {name} changed between them, so their weights lie at "
-        "different places; average fewer, from after its last change"
+        f"the saves cannot be averaged: {name} changed between them, so their weights are at "
+        "different positions; average fewer, from after its last change"
     )
 
 
 @contextmanager
 def averaged(model: nn.Module, path: Path, last: Save) -> Iterator[nn.Module]:
-    """The model with the weights of a file of means, inside the context; `last` is the save of its own.
+    """The model with averaged weights inside the context; afterwards with its own, from the save `last`.
 
-    Of a sparse model it is a dense copy, which takes the memory of the plain model's weights.
+    For a sparse model it is a dense copy, which takes the memory of the dense model's weights.
     """
     if any(isinstance(module, SparseLayer) for module in model.modules()):
         dense = convert_to_dense(model)

@@ -18,7 +18,7 @@ from .save import NotSaved, Saves
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run leaves what it makes. Each process of a run but the first has names of its own."""
+    """The files that a run writes. Each process of a run except the first has its own file names."""
 
     path: Path
     rank: int = 0
@@ -49,7 +49,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuses a folder in which a process trains already; the lock ends when the process does."""
+        """Refuses a folder in which a process is training already; the lock ends with the process."""
         with _refusing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._named(".lock", "").open("a")
@@ -58,12 +58,12 @@ class RunFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise ShoestringError(
-                    f"another process trains in {self.path}: wait for it, or choose another folder"
+                    f"another process is training in {self.path}: wait for it, or choose another folder"
                 ) from None
             yield
 
     def is_locked(self) -> bool:
-        """Whether a process trains in the folder at this moment."""
+        """Whether a process is training in the folder now."""
         try:
             with self._named(".lock", "").open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -74,14 +74,14 @@ class RunFolder:
         return False
 
     def begin(self, record: RunRecord, plan: Plan, resume: bool) -> RunRecord:
-        """Takes the folder for a run -> its record: the new one, or that of the run which is resumed."""
+        """Claims the folder for a run -> its record: the new one, or that of the run being resumed."""
         if self.record_path.exists():
             return self._resumed(record, resume)
         if resume:
             raise ShoestringError(f"{self.path} holds no run to resume: leave --resume out, or name its folder")
         if others := {entry.name for entry in self.path.iterdir() if not _is_ours(entry.name)}:
             raise ShoestringError(
-                f"{self.path} holds {min(others)!r}, which is not of a run: choose an empty or a new folder"
+                f"{self.path} holds {min(others)!r}, which no run wrote: choose an empty or a new folder"
             )
         self.write_plan(plan)
         self.write_record(record)
@@ -101,7 +101,7 @@ class RunFolder:
                 f"{self.path} holds a run{why} already: resume it with --resume, or choose another folder"
             )
         if other := differences(before.environment, record.environment):
-            self.warn(f"the run goes on elsewhere, so its numbers may differ in their last bits: {other}")
+            self.warn(f"the run continues elsewhere, so its numbers may differ in their last bits: {other}")
         return before.with_(environment=record.environment)
 
     def write_plan(self, plan: Plan) -> None:
@@ -114,13 +114,13 @@ class RunFolder:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether another process of this run, or one that was killed at its start, may have left a file."""
+    """Whether another process of this run, or one killed at its start, may have left this file."""
     return name.startswith(".") or name.split(".")[0] in ("plan", "record", "log", "saves", "averaged", "step", "page")
 
 
 @dataclass(frozen=True)
 class Log:
-    """log.jsonl: a line for each update and evaluation; no times, so that equal runs have equal logs."""
+    """log.jsonl: a line per update and per evaluation; no times, so that equal runs have equal logs."""
 
     path: Path
 
@@ -129,13 +129,13 @@ class Log:
             file.write((json.dumps(line) + "\n").encode())
 
     def sync(self) -> int:
-        """All lines reach the disk -> their bytes."""
+        """Syncs all lines to disk -> their size in bytes."""
         with _refusing(self.path), self.path.open("ab") as file:
             os.fsync(file.fileno())
             return file.tell()
 
     def cut(self, size: int, warn: Callable[[str], None]) -> None:
-        """Takes away what was written after a save, so that it is written again as the run goes on."""
+        """Truncates the lines written after a save: the resumed run writes them again."""
         with _refusing(self.path), self.path.open("ab") as file:
             if file.tell() < size:
                 warn(f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost")
@@ -143,7 +143,7 @@ class Log:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Writes a file that is at any moment as it was before or as it is then, whole."""
+    """Replaces a file atomically."""
     hidden = path.with_name(f".writing-{path.name}")
     with hidden.open("w") as file:
         file.write(text)
@@ -154,7 +154,7 @@ def replace_file(path: Path, text: str) -> None:
 
 @contextmanager
 def _refusing(path: Path) -> Iterator[None]:
-    """The system's refusals in one line: a full disk, a folder that may not be written, a file in the way."""
+    """Turns the system's errors into one line: a full disk, a folder without write permission, a file in the way."""
     try:
         yield
     except OSError as error:

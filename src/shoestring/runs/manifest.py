@@ -1,6 +1,6 @@
-"""What the manifest of a save may say: every field is looked at before anything is read by it.
+"""Validates the manifest of a save: every field is checked before it is used to read anything.
 
-The seal of a manifest shows that it was not damaged, not who wrote it. ValueError names the key that is wrong.
+The seal of a manifest shows that it is not damaged, not who wrote it. ValueError names the key that is wrong.
 """
 
 import math
@@ -17,9 +17,9 @@ _MARKS = ("$tensor", "$tuple", "$items")
 
 
 def check_fields(record: dict[str, Any]) -> dict[str, Written]:
-    """A manifest -> its files; ValueError names the key that is missing, of another type, or no plain name.
+    """A manifest -> its files; ValueError names the key that is missing, has the wrong type, or is not a plain name.
 
-    A file is named for a group of values, which is a word: it cannot lie outside of the save's folder.
+    A file is named after a group of values, which is a single word: it cannot be outside the save's folder.
     """
     for key, kind in _FIELDS.items():
         if type(record.get(key)) is not kind:
@@ -27,10 +27,10 @@ def check_fields(record: dict[str, Any]) -> dict[str, Written]:
     files = {}
     for group in record["values"]:
         if not _GROUP.fullmatch(group):
-            raise ValueError(f"key 'values' has {group!r:.60}, which is no name of a group")
+            raise ValueError(f"key 'values' has {group!r:.60}, which is not the name of a group")
     for name, written in record["files"].items():
         if name.removesuffix(".safetensors") not in record["values"] or not name.endswith(".safetensors"):
-            raise ValueError(f"key 'files' has {name!r:.60}, which is no file of a group of values")
+            raise ValueError(f"key 'files' has {name!r:.60}, which is not the file of a group of values")
         for key, kind in (("bytes", int), ("sha256", str)):
             if not isinstance(written, dict) or type(written.get(key)) is not kind:
                 raise ValueError(f"key 'files.{name}.{key}' is {_kind(written, key)}, not {kind.__name__}")
@@ -45,7 +45,7 @@ def _kind(record: Any, key: str) -> str:
 
 
 def check_packed(packed: Any, key: str, entries: Mapping[str, Entry], depth: int = 0) -> None:
-    """The JSON of a state and what its file holds; ValueError names the key that `pack` would not have written."""
+    """Checks the JSON of a state against its file; ValueError names the key that `pack` would not have written."""
     if depth > _MOST_DEPTH:
         raise ValueError(f"key {key!r:.100} is nested over {_MOST_DEPTH} deep")
     mark = next((mark for mark in _MARKS if isinstance(packed, dict) and mark in packed), None)
@@ -56,7 +56,7 @@ def check_packed(packed: Any, key: str, entries: Mapping[str, Entry], depth: int
         raise ValueError(f"key '{key}.{mark}' is {type(parts).__name__}, not list")
     if mark == "$items":
         if not all(isinstance(pair, list) and len(pair) == 2 and _is_plain(pair[0]) for pair in parts):
-            raise ValueError(f"key '{key}.{mark}' is no list of plain keys and their values")
+            raise ValueError(f"key '{key}.{mark}' is not a list of plain keys and their values")
         parts = dict(parts)
     inside = parts.items() if isinstance(parts, dict) else enumerate(parts) if isinstance(parts, list) else ()
     for name, part in inside:
@@ -79,7 +79,7 @@ def _check_tensor(packed: dict[str, Any], key: str, entries: Mapping[str, Entry]
 
 
 def _fit(strides: Any, shape: tuple[int, ...]) -> bool:
-    """Whether these are strides of the shape that take, gaps and all, no more than a few times its elements."""
+    """Whether these are strides for the shape whose memory, gaps included, is at most a few times its elements."""
     if not isinstance(strides, list) or len(strides) != len(shape):
         return False
     if not all(type(stride) is int and stride >= 0 for stride in strides):

@@ -1,4 +1,4 @@
-"""RunRecord: what a run was asked to do, what was predicted, and what came of it (record.json)."""
+"""RunRecord: what a run was asked to do, what was predicted, and the outcome (record.json)."""
 
 import json
 import os
@@ -17,10 +17,11 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class RunRecord:
-    """`settings` decide the result: a run is resumed with the same ones only. None is not known (yet).
+    """The outcome of a run. `settings` determine the result: a run can only be resumed with the same ones. None means
+    not known (yet).
 
-    `measured` is the reading of the meter at the step of the highest peak. `seconds` are those of training
-    and evaluation, over all sessions of the run.
+    `measured` is the meter's reading at the step with the highest peak. `seconds` are those of training and evaluation,
+    over all restarts of the run.
     """
 
     task: str
@@ -57,7 +58,7 @@ def read_record(path: Path) -> RunRecord:
         if version == VERSION:
             return RunRecord(**{name: value for name, value in record.items() if name in known})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ShoestringError(f"{path} is no record of a run ({error}): choose another folder") from error
+        raise ShoestringError(f"{path} is not the record of a run ({error}): choose another folder") from error
     raise ShoestringError(f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it")
 
 
@@ -76,7 +77,7 @@ def environment() -> dict[str, Any]:
 
 
 def describe(thing: Any) -> str:
-    """A schedule, an optimizer or the like -> words that are the same for the same settings."""
+    """A schedule, an optimizer or a function -> text that is the same for the same settings."""
     if is_dataclass(thing) and not isinstance(thing, type):
         return repr(thing)
     if isinstance(thing, torch.optim.Optimizer):
@@ -86,7 +87,7 @@ def describe(thing: Any) -> str:
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What each group of parameters has of its own, where there are several."""
+    """The settings in which each group of parameters differs from the defaults, if there are several groups."""
     if len(optimizer.param_groups) == 1:
         return []
     told = [group | {"lr": group.get("initial_lr", group.get("lr"))} for group in optimizer.param_groups]
@@ -95,7 +96,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Two settings -> the entries that differ, in words; empty where none does."""
+    """Two settings -> the entries that differ, in words; empty if none does."""
     old, new = _flat(before), _flat(json.loads(json.dumps(now)))  # as it is when it comes from a file
     changed = [key for key in old | new if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)} and is now {new.get(key)}" for key in changed)

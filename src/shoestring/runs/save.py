@@ -1,7 +1,7 @@
 """Saves: `saves/update-0000000120/` holds safetensors files and a manifest with the SHA-256 of each.
 
-A save is written into a hidden folder beside the others, synced to the disk, and renamed: it is there whole,
-or not at all. It is checked to the last byte before anything of it is used. Nothing in it can be executed.
+A save is a training checkpoint. It is written to a hidden folder beside the others, synced to disk, and renamed: it is
+complete or not there at all. It is checked to the last byte before any of it is used. Nothing in it can be executed.
 """
 
 import hashlib
@@ -30,14 +30,14 @@ _NAME = re.compile(r"update-(\d{10})")
 
 
 class NotSaved(ShoestringError):
-    """A save that could not be written, such as on a full disk; those before it are still there."""
+    """A save could not be written, for example on a full disk; earlier ones are still there."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class Save:
-    """A save that was found whole. `values` is the plain part of each group's state, `groups` their names."""
+    """A complete, checked save. `values` is the plain part of each group's state, by the group's name."""
 
     path: Path
     update: int
@@ -46,18 +46,18 @@ class Save:
     files: dict[str, Written]
 
     def restore(self, group: str, part: Stateful, in_place: bool = False) -> None:
-        """Gives a part its state back; in place it is read into the tensors that the part has now."""
+        """Restores a part's state; `in_place` reads into the tensors that the part has now."""
         if group not in self.values:
             raise DamagedSave(f"{self.path} is damaged: its {MANIFEST} has no key 'values.{group}'")
         live = part.state() if in_place else None
         part.restore(unpack(self.values[group], self.tensors(group), live))
 
     def check_model(self, fingerprint: str) -> None:
-        """Refuses a save of a model whose tensors had, before training, other names, types or shapes."""
+        """Refuses a save whose model had tensors of other names, types or shapes before training."""
         if self.fingerprint != fingerprint:
             raise ShoestringError(
-                f"{self.path} is of another model, of other names or shapes: build it as it was, or choose "
-                "another folder"
+                f"{self.path} is of a model with other tensor names or shapes: build the model as it was, "
+                "or choose another folder"
             )
 
     def tensors(self, group: str) -> TensorFile | None:
@@ -67,13 +67,13 @@ class Save:
 
 @dataclass(frozen=True)
 class Saves:
-    """The saves of one run in a folder. `warn` is told what was damaged and passed over."""
+    """The saves of one run in a folder. `warn` is called with what was damaged and skipped."""
 
     folder: Path
     warn: Callable[[str], None] = warnings.warn
 
     def updates(self) -> list[int]:
-        """The updates after which a save was made, in order; whether it is damaged is not looked at."""
+        """The updates after which a save was made, in order; damaged ones included."""
         if not self.folder.is_dir():
             return []
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
@@ -82,13 +82,13 @@ class Saves:
         return self.folder / f"update-{update:010d}"
 
     def write(self, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> Path:
-        """Saves the state of each group; at most a piece of one tensor is copied in memory."""
+        """Saves the state of each group; at most one chunk of a tensor is copied in memory."""
         final, hidden = self.path(update), self.folder / f".writing-{self.path(update).name}"
         try:
             self.sweep()
             hidden.mkdir(parents=True)
             _write_files(hidden, update, fingerprint, groups)
-            if final.exists():  # a damaged one, or one that the run was set back before
+            if final.exists():  # a damaged one, or one from before the run was set back
                 final.rename(self.folder / f".replaced-{final.name}")
             hidden.rename(final)
             _sync_folder(self.folder)
@@ -99,12 +99,12 @@ class Saves:
         return final
 
     def sweep(self) -> None:
-        """Removes what a run that was killed left half written or half removed."""
+        """Removes what a killed run left half written or half removed."""
         for path in self.folder.glob(".*-update-*"):
             shutil.rmtree(path)
 
     def keep(self, updates: Iterable[int | None]) -> None:
-        """Removes all saves but these; each is hidden first, so that none is ever there in part."""
+        """Removes all saves except these; each is hidden first, so that no partial save is ever visible."""
         self.sweep()
         for update in set(self.updates()) - set(updates):
             gone = self.folder / f".removing-{self.path(update).name}"
@@ -112,7 +112,7 @@ class Saves:
             shutil.rmtree(gone)
 
     def newest(self) -> Save | None:
-        """The newest save that is whole, checked to the last byte; None where none was ever made."""
+        """The newest undamaged save, checked to the last byte; None if none was ever made."""
         damage = ""
         for update in reversed(self.updates()):
             try:
@@ -121,10 +121,10 @@ class Saves:
                 damage = str(error)
                 continue
             if damage:
-                self.warn(f"{damage}; going on from update {update:,}, the newest save that is whole")
+                self.warn(f"{damage}; continuing from update {update:,}, the newest undamaged save")
             return save
         if damage:
-            raise DamagedSave(f"{damage}, and no other save is whole: train anew in another folder")
+            raise DamagedSave(f"{damage}, and no other save is undamaged: start over in another folder")
         return None
 
     def check(self, update: int) -> Save:
@@ -134,7 +134,7 @@ class Saves:
         place = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
         free = format_bytes(shutil.disk_usage(place).free)
         last = self.updates()
-        safe = f"the save of update {last[-1]:,} is whole" if last else "there is no earlier save"
+        safe = f"the save of update {last[-1]:,} is complete" if last else "there is no earlier save"
         return NotSaved(
             f"update {update:,} could not be saved in {self.folder}: {error.strerror or error} ({free} "
             f"free); {safe}: make room and resume"
@@ -142,7 +142,7 @@ class Saves:
 
 
 def check(path: Path) -> Save:
-    """The folder of a save -> the save, if every byte of it is as it was written."""
+    """The folder of a save -> the save, if every byte is as it was written."""
     record = _read_manifest(path)
     try:
         files = check_fields(record)
@@ -161,7 +161,7 @@ def check(path: Path) -> Save:
 
 
 def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> None:
-    """The files of a save and, last, its manifest, all on the disk when this returns."""
+    """Writes the files of a save and, last, its manifest; all are on disk when this returns."""
     files: dict[str, Written] = {}
     values = {}
     for group, part in groups.items():
@@ -180,16 +180,16 @@ def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[st
 
 
 def seal(record: dict[str, Any]) -> bytes:
-    """A record -> JSON with the SHA-256 of the rest as its last entry, so that any change of a byte shows."""
+    """A record -> JSON with the SHA-256 of the rest as its last entry, so that any changed byte is detected."""
     digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
     return json.dumps(record | {"sha256": digest}, indent=1).encode()
 
 
 def unseal(data: bytes) -> dict[str, Any]:
-    """What `seal` gave -> the record; ValueError where a byte is not as it was written."""
+    """The output of `seal` -> the record; ValueError if a byte has changed."""
     record = json.loads(data)
     if not isinstance(record, dict) or record.pop("sha256", None) is None or seal(record) != data:
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     return record
 
 
@@ -227,7 +227,7 @@ def _check_file(path: Path, written: Written) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """The names in a folder reach the disk, as fsync of a file does not ensure."""
+    """Syncs the names in a folder to disk, which fsync of a file does not ensure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -236,7 +236,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None) -> None:
-    """Tensors (made one by one, if told how: see `write_tensors`) -> a file, which is there whole or not at all."""
+    """Writes tensors (made one by one, if `make` is given: see `write_tensors`) to a file, atomically."""
     hidden = path.with_name(f".writing-{path.name}")
     try:
         with hidden.open("wb", buffering=0) as file:
@@ -250,7 +250,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str
 
 
 def restore_task(task: Task, save: Save) -> None:
-    """Gives a task's model the weights of a save, and its techniques what they remember, such as masks."""
+    """Restores the weights of a task's model from a save, and the state of its techniques, such as masks."""
     save.check_model(fingerprint(task.model))
     save.restore("model", ModelState(task.model), in_place=True)
     save.restore("parts", Parts(find_stateful(task)))

@@ -1,8 +1,7 @@
-"""What a run must remember to go on as if it had never stopped: plain data and tensors, and where they live.
+"""The state that a run needs in order to continue as if it had never stopped: plain data and tensors.
 
-Anything with `state()` and `restore(state)` takes part, where a state is built of dicts, lists, tuples,
-tensors, numbers, texts and None. `pack` parts the tensors from the rest, which is JSON; `unpack` joins them
-again.
+Anything with `state()` and `restore(state)` takes part; a state is built of dicts, lists, tuples, tensors, numbers,
+strings and None. `pack` separates the tensors from the rest, which is JSON; `unpack` joins them.
 """
 
 import hashlib
@@ -22,10 +21,10 @@ from .tensorfile import TensorFile, pieces
 
 
 class Stateful(Protocol):
-    """A part of a run that changes as it goes, such as a loss scale or the generator that draws masks."""
+    """A part of a run that changes during training, such as a loss scale or the generator that draws masks."""
 
     def state(self) -> Any:
-        """-> what `restore` needs; tensors may be the live ones, for they are written at once."""
+        """-> what `restore` needs; tensors may be the live ones, because they are written at once."""
         ...
 
     def restore(self, state: Any) -> None: ...
@@ -63,12 +62,12 @@ def _packed(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     raise ShoestringError(
         f"{path or 'a state'} cannot be saved: a {type(value).__name__} is neither a tensor nor plain data; "
-        "turn it into numbers, texts, lists or dicts in state()"
+        "turn it into numbers, strings, lists or dicts in state()"
     )
 
 
 def _layout(tensor: Tensor) -> dict[str, Any]:
-    """What a file does not tell of a tensor, where it is not the usual: strides and device."""
+    """Strides and device, recorded only if not contiguous or not CPU: safetensors does not store them."""
     record: dict[str, Any] = {}
     if not tensor.is_contiguous():
         record["strides"] = list(tensor.stride())
@@ -80,7 +79,7 @@ def _layout(tensor: Tensor) -> dict[str, Any]:
 def unpack(packed: Any, file: TensorFile | None, live: Any = None) -> Any:
     """The JSON of a state, and the file of its tensors -> the state.
 
-    `live` is a state of like structure: its tensors are filled and used wherever type and shape agree.
+    `live` is a state of the same structure: its tensors are filled in place wherever type and shape agree.
     """
 
     def inside(part: Any, key: Any) -> Any:
@@ -124,15 +123,15 @@ def _read(file: TensorFile, packed: dict[str, Any], live: Any) -> Tensor:
 
 # -- the parts that every run has -------------------------------------------------------------------------
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, even those buffers that state_dict() leaves out; shared ones once."""
+    """Parameters and buffers by name, including buffers that state_dict() leaves out; shared ones once."""
     return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
 def fingerprint(model: nn.Module) -> str:
     """A model before training -> SHA-256 of the names, types and shapes of its tensors.
 
-    Where a module has an extra state, which is saved with it, its tensors may have other shapes each time that
-    it is built, as those of sparse layers have: they are known by their names and types.
+    If a module has extra state, which is saved with it, its tensors may have different shapes each time it is built, as
+    those of sparse layers do: only their names and types count.
     """
     modules = [(path, _tensors_of(module)) for path, module in model.named_modules()]
     return hashlib.sha256(json.dumps(modules).encode()).hexdigest()
@@ -150,7 +149,7 @@ def has_extra_state(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class ExtraState:
-    """What a module saves besides its tensors, in PyTorch's own words for it."""
+    """A module's extra state: what PyTorch saves besides its tensors (`get_extra_state`)."""
 
     module: nn.Module
 
@@ -162,8 +161,8 @@ class ExtraState:
 
 
 def first_poisoned(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """What of a run is no longer finite and must not be saved, in words; looked at piece by piece. Buffers may hold
-    infinities of their own, as masks do, but no batch-norm statistics."""
+    """What is no longer finite and must not be saved, in words; checked chunk by chunk. Buffers may hold infinities, as
+    masks do, except batch-norm statistics."""
     states = (value for state in optimizer.state.values() for value in state.values())
     kinds = {
         "the weights are": model.parameters(),
@@ -187,7 +186,7 @@ class ModelState:
         return model_tensors(self.model)
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Tensors that grew or shrank in training (those of sparse layers) take the saved ones' memory."""
+        """Tensors whose size changed in training (those of sparse layers) take the saved ones' memory."""
         for name, tensor in model_tensors(self.model).items():
             if state[name] is not tensor:
                 tensor.data = state[name].to(tensor.device)
@@ -195,10 +194,10 @@ class ModelState:
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """The optimizer's state of each parameter, and its settings of each group of parameters.
+    """The optimizer's state per parameter, and its settings per group of parameters.
 
-    PyTorch's own load_state_dict would cast the state to the type of the parameter; an optimizer that has its
-    own is asked for it instead.
+    PyTorch's load_state_dict would cast the state to the parameter's type, so it is not used; an optimizer that
+    overrides it is restored by its own.
     """
 
     optimizer: torch.optim.Optimizer
@@ -226,7 +225,7 @@ class OptimizerState:
 
 
 def find_stateful(task: Task) -> dict[str, Stateful]:
-    """What techniques put into a task that has a state: contexts, hooks, the split, the loss, modules."""
+    """The parts of a task that have state: contexts, hooks, the split, the loss, modules."""
     parts: dict[str, Any] = {f"context{number}": context for number, context in enumerate(task.contexts)}
     parts |= {f"after_update{number}": hook for number, hook in enumerate(task.after_update)}
     parts |= {"split": task.split, "loss": task.loss}

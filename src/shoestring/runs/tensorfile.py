@@ -1,8 +1,8 @@
 """Tensors on disk in the safetensors layout, written and read in place: no second copy of a model is made.
 
-A file is 8 bytes that say how long the header is, the header (JSON: for each name its type, shape and place),
-and the values. They go straight from a tensor's memory to the file, and the checksum is made on the way; back
-they go into tensors that are there already. Where strides forbid that, at most CHUNK bytes are copied at a time.
+A file is 8 bytes with the length of the header, the header (JSON: the type, shape and offset of each tensor by name),
+and the values. They go straight from a tensor's memory to the file, and the checksum is computed on the way; they are
+read back into existing tensors. If strides forbid that, at most CHUNK bytes are copied at a time.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Written:
-    """What a file must be found to be when it is read again."""
+    """The size and checksum that a file must have when it is read."""
 
     bytes: int
     sha256: str
@@ -50,7 +50,7 @@ class Entry:
 
 
 class HashedFile:
-    """A file that is written from start to end, and the checksum of what went into it."""
+    """A file that is written from start to end, and the checksum of its content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.bytes, self.hash = file, 0, hashlib.sha256()
@@ -60,7 +60,7 @@ class HashedFile:
         self.hash.update(view)
         self.bytes += len(view)
         while len(view):
-            view = view[self.file.write(view) :]  # an unbuffered file may take a part only
+            view = view[self.file.write(view) :]  # an unbuffered file may take only a part
 
     @property
     def written(self) -> Written:
@@ -70,9 +70,10 @@ class HashedFile:
 def write_tensors(
     file: IO[bytes], tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None
 ) -> Written:
-    """Named tensors -> an open, unbuffered file; at most CHUNK bytes of them are copied at a time.
+    """Writes named tensors to an open, unbuffered file; at most CHUNK bytes are copied at a time.
 
-    With `make(name)`, which gives one like the tensor of that name, those are written, each made when it is its turn.
+    With `make(name)`, its results are written instead, each made when its turn comes; `tensors` gives their types and
+    shapes.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps all values aligned
     out = HashedFile(file)
@@ -108,7 +109,7 @@ def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor -> parts of it of at most CHUNK bytes which, one after another, hold its values in order."""
+    """A tensor -> parts of at most CHUNK bytes that together hold its values in order."""
     size = tensor.numel() * tensor.element_size()
     if tensor.is_contiguous():
         yield from tensor.view(-1).split(CHUNK // tensor.element_size()) if size else ()
@@ -127,7 +128,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 class TensorFile:
-    """The tensors of a file, read when they are asked for: anew, or into tensors that are there already."""
+    """The tensors of a file, read on demand: into new tensors, or into existing ones."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +141,7 @@ class TensorFile:
         return tensor
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fills a tensor of the same type and shape, whatever its strides or device, with the values."""
+        """Fills a tensor of the same type and shape, whatever its strides or device."""
         entry = self.entries[name]
         assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), name
         with self.path.open("rb", buffering=0) as file, torch.no_grad():
@@ -150,7 +151,7 @@ class TensorFile:
 
 
 def _read_piece(file: IO[bytes], piece: Tensor) -> None:
-    """The next values of a file -> a piece: straight into its memory where that is possible."""
+    """Reads the next values of a file into a piece, straight into its memory if possible."""
     if piece.is_contiguous() and piece.device.type == "cpu":
         _fill(file, as_bytes(piece))
     else:
@@ -163,7 +164,7 @@ def _fill(file: IO[bytes], view: memoryview) -> None:
     while len(view):
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
-            raise DamagedSave(f"{file.name} ends too early: it was cut after it was checked")
+            raise DamagedSave(f"{file.name} ends too early: it was truncated after it was checked")
         view = view[count:]
 
 
@@ -181,21 +182,21 @@ def _read_header(path: Path) -> dict[str, Entry]:
     except OSError as error:
         raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
-        raise DamagedSave(f"{path} is no safetensors file: its header cannot be read ({error})") from error
+        raise DamagedSave(f"{path} is not a safetensors file: its header cannot be read ({error})") from error
     return entries
 
 
 def require_regular(path: Path) -> None:
-    """Refuses what is there and is no regular file: to open a pipe would wait for ever, a device never ends."""
+    """Refuses what exists and is not a regular file: opening a pipe would wait for ever, a device never ends."""
     if path.exists() and not path.is_file():
-        raise DamagedSave(f"{path} is not a regular file: it is none that was saved")
+        raise DamagedSave(f"{path} is not a regular file, so it is not part of a save")
 
 
 def _entry(place: dict[str, Any], values: int, size: int) -> Entry:
-    """A header's record of a tensor, where the values begin in the file, and where it ends -> the entry."""
+    """A header's record of a tensor, where the values begin in the file, and the file's size -> the entry."""
     dtype, shape, (start, end) = DTYPES[place["dtype"]], tuple(place["shape"]), place["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
-        raise ValueError("a size that is no whole number")
+        raise ValueError("a size that is not a whole number")
     if values + end > size:
         raise ValueError(f"a tensor that ends at byte {values + end:,} of {size:,}")
     if end - start != math.prod(shape) * dtype.itemsize:

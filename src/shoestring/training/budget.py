@@ -1,4 +1,4 @@
-"""A run's budget in bytes: steps are run under a meter or a watch, and one that needs more is told."""
+"""A run's budget in bytes: steps run under a meter or a watch, and one that needs more raises OverBudget."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,17 +13,17 @@ from ..units import format_bytes
 
 Meter = Callable[[Callable[[], Any], Iterable[Tensor]], Any]  # runs a function beside live tensors -> Measurement
 MEASURED_UPDATES = 2  # from the second on, the optimizer's state is in place
-MEASURED_AGAIN = 500  # updates after which one is measured again: rewiring may have changed what is stored
+MEASURED_AGAIN = 500  # every so many updates one is measured again: rewiring may have changed what is stored
 
 
 class Budget:
-    """Measures the first updates, some later ones, and each whose batch, or what outlives it, is larger than before;
-    watches the others.
+    """Measures the first updates, a later one now and then, and every one with a larger batch or larger lasting tensors
+    than before; watches the others.
 
-    `meter(run, held)` gives a reading with `peak_bytes` and `to_json()`; `watch()` the bytes in use now, and
-    is asked at each change of phase, before the update of the weights. `predict(batch)` gives the bytes of a step, and
-    is asked of batches of more than the `planned` bytes before anything runs. `measured` is the reading of the highest
-    peak.
+    `meter(run, held)` gives a reading with `peak_bytes` and `to_json()`. `watch()` gives the bytes in use now; it is
+    called at each change of phase, before the weights are updated. `predict(batch)` gives the bytes of a step; it is
+    called for batches larger than the `planned` bytes, before anything runs. `measured` is the reading with the
+    highest peak.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Budget:
         return self.measured.peak_bytes if self.measured else None
 
     def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
-        """Runs a step -> its loss; OverBudget, before the weights change, where too much is predicted or seen."""
+        """Runs a step -> its loss; raises OverBudget, before the weights change, if too much is predicted or seen."""
         self._foresee(batch)
         if self.meter is None or not self._is_new(batch, sum(tensor.nbytes for tensor in held())):
             with listen(self._look):
@@ -57,13 +57,13 @@ class Budget:
         return losses[0]
 
     def check(self) -> None:
-        """Raises OverBudget if a step that was measured occupied too much."""
+        """Raises OverBudget if a measured step occupied too much."""
         if self.limit is not None and self.peak_bytes is not None and self.peak_bytes > self.limit:
             where = getattr(self.measured, "peak_operation", "")
             raise self._over(self.peak_bytes, f"measured{f', in {where}' if where else ''}")
 
     def reset(self) -> None:
-        """Starts anew, for a step that was planned anew."""
+        """Starts measuring anew, after the step was replanned."""
         self.measured = None
         self._updates = self._largest = self._most_held = 0
 
@@ -75,7 +75,7 @@ class Budget:
             raise self._over(peak, f"predicted for a batch of {format_bytes(size)}, which is larger than planned")
 
     def _is_new(self, batch: Any, kept: int) -> bool:
-        """Whether no update so far tells of this one; FP16's first are often skipped, and make no optimizer state."""
+        """Whether this update may need more than those so far; FP16 often skips the first, which make no state."""
         size = batch_bytes(batch)
         new = self._updates < MEASURED_UPDATES or self._updates % MEASURED_AGAIN == 0
         new = new or size > self._largest or kept > self._most_held

@@ -1,7 +1,7 @@
 """Evaluation: a model -> one number that says how good it is, streamed over data and without gradients.
 
-Batches go through the model in the same pieces as in training: what a training step's memory holds, an
-evaluation's does, for it keeps nothing for a backward pass.
+Batches go through the model in the same microbatches as in training, and nothing is saved for a backward pass: an
+evaluation fits wherever a training step does.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from ..task import Task
 
 
 class Data(Protocol):
-    """The batches of an epoch: a batch depends on its number and its epoch, both from 0, alone."""
+    """The batches of an epoch: a batch depends only on its epoch and its number, both from 0."""
 
     def __len__(self) -> int: ...
 
@@ -39,13 +39,13 @@ class Evaluation:
 
     def is_better(self, quality: float, best: float | None) -> bool:
         if best is None:
-            return quality == quality  # what is not a number is never the best
+            return quality == quality  # NaN is never the best
         return quality > best if self.higher else quality < best
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode and without gradients; afterwards each module is in its mode again."""
+    """Puts the model into evaluation mode, without gradients; restores each module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -61,7 +61,7 @@ _entered: ContextVar[tuple[nn.Module, ...]] = ContextVar("entered", default=())
 
 @contextmanager
 def within(task: Task, model: nn.Module) -> Iterator[None]:
-    """The model under the task's contexts, by which 16-bit models are run fast; once, whoever asks again inside."""
+    """Enters the task's contexts, with which 16-bit models run fast; a nested call for the same model does nothing."""
     if any(model is entered for entered in _entered.get()):
         yield
         return
@@ -73,19 +73,19 @@ def within(task: Task, model: nn.Module) -> Iterator[None]:
 
 
 def evaluated(task: Task, evaluation: Evaluation) -> float:
-    """A task and an evaluation -> the quality of its model. In 16 bits the model runs within the task's contexts, even
-    where the evaluation is a user's: outside, PyTorch's own 16-bit products take many times as long on a CPU."""
+    """A task and an evaluation -> the quality of its model. A 16-bit model runs within the task's contexts, even in a
+    user's evaluation: outside, PyTorch's own 16-bit matrix products take many times as long on a CPU."""
     narrow = "precision" in task.settings
     with within(task, task.model) if narrow else nullcontext():
         return evaluation(task.model)
 
 
-Score = Callable[[nn.Module, Any], float]  # the sum of a piece's scores, one for each item
+Score = Callable[[nn.Module, Any], float]  # the sum of the scores of a piece's items
 
 
 def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], float]:
     """A score of pieces -> its mean over all items of the data, as a function of the model."""
-    task = task.with_(batch=None)  # which would be held for as long as there are evaluations
+    task = task.with_(batch=None)  # or the evaluation would hold it for the whole run
 
     def measure(model: nn.Module) -> float:
         total, items = 0.0, 0
@@ -102,19 +102,19 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
 
 
 def mean_loss(task: Task, data: Data) -> Evaluation:
-    """The task's own loss over the data: for any task. Lower is better."""
+    """The task's own loss over the data; works for any task. Lower is better."""
     task = task.with_(batch=None)
 
     def score(model: nn.Module, piece: Any) -> float:
         items = task.count(piece)
-        loss = float(task.loss_of(model, piece)) if items else 0.0  # the mean over nothing is not a number
+        loss = float(task.loss_of(model, piece)) if items else 0.0  # the mean over nothing is NaN
         return loss if task.reduction == "sum" else loss * items
 
     return Evaluation("loss", mean_score(task, data, score), higher=False)
 
 
 def accuracy(task: Task, data: Data, prepare: Callable[[Tensor, Tensor], Tensor]) -> Evaluation:
-    """Percent of images classified rightly; `prepare(images, draws)` is what the model takes."""
+    """Percent of images classified correctly; `prepare(images, draws)` makes the model's input."""
 
     def score(model: nn.Module, piece: tuple[Tensor, Tensor, Tensor]) -> float:
         images, labels, draws = piece

@@ -1,4 +1,4 @@
-"""What happens in a run, as data for whoever listens: the progress line, TensorBoard, a user's function."""
+"""Events of a run, as data for its listeners: the progress line, TensorBoard, a user's function."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Updated:
-    """An update was done, counted from 1; `peak_bytes` is the highest that was measured so far."""
+    """An update was done, counted from 1; `peak_bytes` is the highest peak measured so far."""
 
     update: int
     updates: int
@@ -21,7 +21,7 @@ class Updated:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """The model was evaluated; `name` is that of the quality."""
+    """The model was evaluated; `name` is the metric's."""
 
     update: int
     epoch: int

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, taken between two updates: a half-done update is never saved."""
+"""Ctrl-C and SIGTERM, handled between two updates: a half-done update is never saved."""
 
 import signal
 import threading
@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(ShoestringError):
-    """A run that was stopped by hand; the message says how to resume it."""
+    """A run was stopped by a signal; the message says how to resume it."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT) -> None:
         super().__init__(message)
@@ -28,7 +28,7 @@ class Interrupts:
 
     @contextmanager
     def heeded(self) -> Iterator[None]:
-        """Signals are noted inside the context. Only the main thread can do so; in others nothing changes."""
+        """Notes signals inside the context. Only the main thread can; in others nothing changes."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -41,7 +41,7 @@ class Interrupts:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """A signal ends what is inside at once: for what can be done again, such as an evaluation."""
+        """Inside, a signal interrupts at once: for work that can be repeated, such as an evaluation."""
         self._at_once = True
         try:
             yield

@@ -1,7 +1,7 @@
-"""`train(task, data, epochs=...)`: updates, evaluations and saves, in an order that a resumed run takes up.
+"""`train(task, data, epochs=...)`: updates, evaluations and saves, in an order that a resumed run repeats.
 
-All that changes in a run is in `Training.groups()`; all that happens next follows from it. So a run that is
-killed at any moment and resumed ends with the same bits as one that was not.
+Everything that changes in a run is in `Training.groups()`, and everything that happens next follows from it. So a run
+that is killed at any moment and resumed ends with the same bits as one that was not.
 """
 
 import math
@@ -33,7 +33,7 @@ from .recipe import Recipe
 from .replan import smaller_microbatches
 from .resumable import as_data
 
-Replan = Callable[[LeanTask, int], LeanTask]  # what was planned, and the bytes it took -> what needs less
+Replan = Callable[[LeanTask, int], LeanTask]  # the lean task and the bytes that it took -> one that needs less
 
 
 def train(
@@ -53,16 +53,17 @@ def train(
     how_to_resume: str = "train(..., resume=True)",
     **recipe: Any,
 ) -> RunRecord:
-    """A task (lean or not), data and a recipe (the fields of `Recipe`) -> the trained model's run record.
+    """Trains a task (lean or not) on data by a recipe (`epochs=` or `updates=`, `schedule=`, `evaluation=`, `seed=`,
+    `average=`, `save_every=`, `save_seconds=`) -> the record of the run; the task's model is trained in place.
 
-    `data` has `read(epoch, number)`, or is a list, a DataLoader or any iterable that can be gone through again; one
-    without a length (an IterableDataset, a function that makes a generator) needs `updates`. With a `run` folder
-    the run is saved, and `resume` goes on where it ended. What changes in the run and is no part of the task is to
-    be given in `stateful` (anything with state() and restore()) or `generators`, and `settings` are further ones
-    that must be the same when resuming. `meter` measures the first two updates and each whose batch is larger than
-    those before; `watch` gives the bytes in use at any moment. Over `budget_bytes`, or before a batch that would
-    be, the run stops; with `replan` it goes on from the same update with smaller microbatches of the same batch (or
-    as the function that was given says).
+    `data` has `read(epoch, number)`, or is a list, a DataLoader or any iterable that can be iterated repeatedly; one
+    without a length (an IterableDataset, a function that makes a generator) needs `updates`. With a `run` folder the
+    run is saved, and `resume` continues it. Pass anything that changes in the run and is not part of the task in
+    `stateful` (objects with state() and restore()) or `generators`; `settings` are further ones that must not change
+    when the run is resumed. `meter` measures the first two updates and every one with a larger batch than before;
+    `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run;
+    with `replan` it continues from the same update with smaller microbatches of the same batch, or with what the
+    function given as `replan` returns.
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
@@ -79,7 +80,7 @@ def train(
 
 
 class Training:
-    """A run on its way: `update` updates are done, and the model was evaluated after `evaluated` of them."""
+    """A run in progress: `update` updates are done, and the model was last evaluated after `evaluated` of them."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Training:
 
     # -- what a save holds ----------------------------------------------------------------------------------
     def groups(self) -> dict[str, Stateful]:
-        """Everything that changes in the run; each group is a file of a save."""
+        """Everything that changes in the run; each group is one file of a save."""
         return {
             "model": ModelState(self.lean.model),
             "optimizer": OptimizerState(self.lean.stepper.optimizer),
@@ -176,7 +177,7 @@ class Training:
             group.setdefault("initial_lr", group["lr"])
         if self.folder is None:
             if resume:
-                raise ShoestringError("there is nothing to resume: name the folder of the run")
+                raise ShoestringError("there is nothing to resume: pass the folder of the run")
             return
         self.record = self.folder.begin(self.record, self.lean.plan, resume)
         self.seconds_before = self.record.seconds
@@ -184,7 +185,7 @@ class Training:
         if save is not None:
             self._restore(save)
         self.folder.log.cut(self.log_bytes, self.folder.warn)
-        self._forget_old_saves(self.folder.saves)  # which a run that was killed may have kept
+        self._forget_old_saves(self.folder.saves)  # a killed run may have left some
 
     def _restore(self, save: Save) -> None:
         save.check_model(self.fingerprint)
@@ -192,7 +193,7 @@ class Training:
             save.restore(name, part, in_place=name in ("model", "optimizer"))
 
     def _advance(self) -> None:
-        """One update, unless the budget forbids it: then the run stops, or tries again as replanned."""
+        """One update. Over the budget, the run stops, or is replanned and tries the same batch again."""
         self.lean.stepper.length, self.lean.stepper.updates = self.length, self.update
         epoch, number = divmod(self.update, len(self.data))
         batch = self.data.read(epoch, number)
@@ -216,13 +217,13 @@ class Training:
             self._replan(error, batch)
 
     def _note_peak(self) -> None:
-        """Puts the measured peak into the record where it changes; a resumed run writes what it repeats once."""
+        """Records the measured peak when it changes; updates that a resumed run repeats are recorded once."""
         peaks, now = [pair for pair in self.record.measured_peaks if pair[0] < self.update], self.budget.peak_bytes
         if now is not None and (not peaks or peaks[-1][1] != now):
             self.record = self.record.with_(measured_peaks=[*peaks, [self.update, now]])
 
     def _predicted_bytes(self, batch: Any) -> int:
-        """The peak of a step of another batch than the plan was made for; scratch is taken to be what it was."""
+        """The predicted peak of a step on a batch that the plan was not made for; scratch is assumed unchanged."""
         planned = self.lean.plan.predicted_bytes.get("workspace", 0)
         scratch = max(planned, getattr(self.budget.measured, "workspace_peak_bytes", 0))
         return profile(self.lean.task.with_(batch=batch), brief=True).peak_bytes + scratch
@@ -238,7 +239,7 @@ class Training:
         return groups[0]["lr"]
 
     def _replan(self, error: OverBudget, batch: Any) -> None:
-        """Another plan for the same model and optimizer state; the gradients of a broken-off step go."""
+        """Changes the plan under the same model and optimizer state; drops the gradients of the aborted step."""
         if not self.replan:
             raise error
         before, used = self.lean.stepper.optimizer, self.budget.used_bytes
@@ -272,7 +273,7 @@ class Training:
             self.quality = evaluated(self.lean.task, evaluation)
             self.evaluated = self.update
         if self.evaluated != self.update:
-            return  # interrupted: done again when the run is resumed
+            return  # interrupted: repeated when the run is resumed
         is_best = evaluation.is_better(self.quality, self.best_quality)
         if is_best:
             self.best_quality, self.best_update = self.quality, self.update
@@ -307,7 +308,7 @@ class Training:
         saves.keep({*saves.updates()[-2:], *self._ends(saves), self.best_update})
 
     def _ends(self, saves: Saves) -> list[int]:
-        """The saves at ends of epochs that will be averaged."""
+        """The saves at the ends of epochs whose weights will be averaged."""
         ends = [update for update in saves.updates() if self._ends_epoch(update) and update <= self.update]
         return ends[max(0, len(ends) - self.recipe.average) :]
 
@@ -319,12 +320,12 @@ class Training:
         return self.record
 
     def _average(self, folder: RunFolder) -> None:
-        """averaged.safetensors and its quality; the model itself keeps its last weights."""
+        """Writes averaged.safetensors and evaluates it; the model keeps its last weights."""
         model, evaluation = self.lean.model, self.recipe.evaluation
         saves = [folder.saves.check(update) for update in self._ends(folder.saves)]
         try:
             average_saves(model, saves, folder.averaged_path)
-        except NoMean as error:  # the run itself is good, and has ended
+        except NoMean as error:  # the run itself is good, and finished
             self._log({"update": self.update, "averaged": 0})
             return folder.warn(str(error))
         quality = None

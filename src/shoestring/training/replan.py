@@ -13,11 +13,11 @@ from .apply import LeanTask
 
 
 def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_bytes: int) -> LeanTask:
-    """A lean task, a batch of which a step took `used_bytes`, and the budget -> the task with microbatches that fit.
+    """A lean task, a batch on which a step took `used_bytes`, and the budget -> the task with microbatches that fit.
 
-    The sum of gradients is that of the same batch, so the effective batch is the same; batch norm sees fewer examples
-    at a time. What a trace does not see of the step (scratch inside operators, a loss that allocates as its data say)
-    is taken to stay as it is; or, if nothing fits then, to shrink with the microbatch: the next step is measured again.
+    Gradients are accumulated over the same batch, so the effective batch size stays; batch norm sees fewer examples
+    at a time. The bytes that a trace does not see (scratch inside operators, a loss that allocates by its data) are
+    assumed to stay as they are; or, if nothing fits then, to shrink with the microbatch: the next step is measured.
     """
     task = lean.task.with_(batch=batch)
     unseen = max(0, used_bytes - profile(task, brief=True).peak_bytes)
@@ -37,11 +37,11 @@ def _weighing(task: Task, split: Split) -> dict[str, Any]:
     try:
         return weighing(task, split)
     except ShoestringError as error:
-        raise OverBudget(f"smaller microbatches are no way out: {error}") from error
+        raise OverBudget(f"smaller microbatches do not help: {error}") from error
 
 
 def _peak(task: Task, split: Split) -> int | None:
-    """None where there can be no such microbatches: longer sentences, or an optimizer that takes one only."""
+    """None if such microbatches are refused: a sentence is longer, or the optimizer takes only one."""
     try:
         return profile(task.with_(split=split), brief=True).peak_bytes
     except ShoestringError:
@@ -49,7 +49,7 @@ def _peak(task: Task, split: Split) -> int | None:
 
 
 def _present(task: Task) -> Split:
-    """How the task is split; one that is not, into one microbatch."""
+    """How the task is split now; one that is not, as a single microbatch."""
     now: Any = task.split
     if not isinstance(now, ByExamples | ByTokens):
         now = split_of(task, 1)

@@ -1,4 +1,4 @@
-"""Any iterable of batches as data of which a run can find its place again."""
+"""Makes any iterable of batches resumable: a run finds its place in it after a restart."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,14 +15,14 @@ ENDED = object()
 
 
 class Stream:
-    """A list, a DataLoader or the like, gone through once an epoch; `read` goes on from where it is.
+    """A list, a DataLoader or another iterable, iterated once per epoch; `read` continues from where it is.
 
-    What the iterable draws at random comes from (seed, epoch), apart from what the model draws. So a run that
-    is resumed reads the epoch again up to its place and then meets the same batches. Batches that come from
-    elsewhere (a socket, a clock) cannot be had again.
+    The iterable's random numbers depend on (seed, epoch) only, not on what the model draws. So a resumed run reads
+    the epoch from its start up to its place, and then gets the same batches. Batches that come from elsewhere (a
+    socket, a clock) cannot be reproduced.
 
-    Batches without a length (an IterableDataset, a function that makes a generator) are gone through as often as
-    `updates` take, as one epoch: there is no other end of one at which to evaluate and save.
+    Batches without a length (an IterableDataset, a function that makes a generator) are iterated as often as
+    `updates` need, as a single epoch: there is no other end of one at which to evaluate and save.
     """
 
     def __init__(self, batches: Any, seed: int = 0, updates: int | None = None) -> None:
@@ -30,7 +30,7 @@ class Stream:
         length = length_of(batches)
         if length is None and updates is None:
             raise ShoestringError(
-                f"the data, a {type(batches).__name__}, has no length, so that nobody knows where an epoch ends: "
+                f"the data, a {type(batches).__name__}, has no length, so the end of an epoch is unknown: "
                 "train for updates=N"
             )
         if length == 0:
@@ -55,7 +55,7 @@ class Stream:
         return self._next()
 
     def _begin(self, number: int) -> None:
-        """Starts a pass through the batches."""
+        """Starts an iteration over the batches."""
         self._pass, self._drawn = number, 0
         key = int(mix(self.seed, number)[0] >> np.uint64(1))
         generator = getattr(self.batches, "generator", None)
@@ -85,7 +85,7 @@ class Stream:
         return batch
 
     def _draw(self) -> Any:
-        """The next batch of a pass, drawn with random numbers of its own; ENDED after the last."""
+        """The next batch, with the iterable's own random state; ENDED after the last."""
         outside = RandomState({}).state()
         RandomState({}).restore(self._random)
         try:
@@ -96,21 +96,21 @@ class Stream:
 
 
 def check_can_be_read_again(batches: Any) -> None:
-    """Refuses what is no data, and what can be gone through once only."""
+    """Refuses what cannot be iterated, or only once."""
     if isinstance(batches, Iterator):
         raise ShoestringError(
-            f"the data, a {type(batches).__name__}, can be gone through once only, and epochs and resumed runs go "
-            "through it again: pass the function that makes it, a list, or a DataLoader"
+            f"the data, a {type(batches).__name__}, can be iterated only once, and epochs and resumed runs iterate "
+            "it again: pass the function that makes it, a list, or a DataLoader"
         )
     if not isinstance(batches, Iterable) and not callable(batches) and not hasattr(batches, "__getitem__"):
         raise ShoestringError(
-            f"the data, a {type(batches).__name__}, cannot be gone through: pass a list, a DataLoader, or a function "
+            f"the data, a {type(batches).__name__}, cannot be iterated: pass a list, a DataLoader, or a function "
             "that makes a generator of batches"
         )
 
 
 def length_of(batches: Any) -> int | None:
-    """The number of batches, where it is known: a DataLoader of an IterableDataset has one only if that has."""
+    """The number of batches, if known: a DataLoader of an IterableDataset has one only if the data set does."""
     try:
         return len(batches)
     except TypeError:
@@ -118,5 +118,5 @@ def length_of(batches: Any) -> int | None:
 
 
 def as_data(batches: Any, seed: int, updates: int | None = None) -> Data:
-    """Data as it is, and any other iterable as a Stream."""
+    """Data unchanged, and any other iterable as a Stream."""
     return batches if hasattr(batches, "read") else Stream(batches, seed, updates)

@@ -14,7 +14,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """The factor 1 for ever."""
+    """The factor 1 throughout."""
 
     def __call__(self, update: int) -> float:
         return 1.0
@@ -40,7 +40,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class InverseSqrt:
-    """A straight rise from `start` to 1 over a fraction `warmup` of the run, then the inverse square root.
+    """Linear warm-up from `start` to 1 over a fraction `warmup` of the run, then the inverse square root.
 
     factor(n) = start + (1 - start) n / w for n <= w, sqrt(w / n) after. The defaults are those of the paper's
     Table 5 for the Transformer: with a learning rate of 5e-4 over 50,000 updates, 1e-7 rises to it in 4,000.
@@ -57,7 +57,7 @@ class InverseSqrt:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A straight rise to 1 over a fraction `warmup` of the run, then half a cosine down to `floor`."""
+    """Linear warm-up to 1 over a fraction `warmup` of the run, then half a cosine down to `floor`."""
 
     updates: int
     warmup: float = 0.0
@@ -75,7 +75,7 @@ _WRN_EPOCHS = (0.3, 0.6, 0.8, 1.0)  # epochs 60, 120, 160 and 200 of 200
 
 
 def paper(updates: int) -> Steps:
-    """Table 5 for WRN-28-2 exactly as it is printed: 0.100, 0.020, 0.040, 0.008, as factors on 0.1.
+    """The paper's Table 5 for WRN-28-2 exactly as printed: 0.100, 0.020, 0.040, 0.008, as factors of 0.1.
 
     The rise from 0.020 to 0.040 is likely a misprint: the table's source (Mostafa and Wang, 2019) divides by
     five each time, and the text under the paper's Table 6 speaks of step decays. See `mostafa_wang`.
@@ -84,7 +84,7 @@ def paper(updates: int) -> Steps:
 
 
 def mostafa_wang(updates: int) -> Steps:
-    """The schedule that Table 5 is taken from: 0.1, 0.02, 0.004, 0.0008, as factors on 0.1."""
+    """The schedule that Table 5 is taken from: 0.1, 0.02, 0.004, 0.0008, as factors of 0.1."""
     return Steps(updates, _WRN_EPOCHS, (1.0, 0.2, 0.04, 0.008))
 
 

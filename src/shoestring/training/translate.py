@@ -17,7 +17,7 @@ from ..tokens import BOS, EOS, PAD
 
 
 class Translator(Protocol):
-    """What is searched: any model with these two, in evaluation mode."""
+    """A model that can be searched: it has these two methods and is in evaluation mode."""
 
     def encode(self, source: Tensor) -> Any:
         """Source ids (n, S) -> the memory, any structure of tensors whose first dimension is n."""
@@ -29,18 +29,18 @@ class Translator(Protocol):
 
 
 def longest_target(source_length: int) -> int:
-    """The number of ids after which a search gives up: 1.2 for each of the source and 10 more."""
+    """The number of ids after which a search gives up: 1.2 per source id, and 10 more."""
     return int(1.2 * source_length) + 10
 
 
 def greedy_search(model: Translator, source: Tensor, longest: int | None = None) -> list[list[int]]:
-    """Source ids (n, S) -> for each sentence the ids that are likeliest one by one, up to EOS."""
+    """Source ids (n, S) -> for each sentence the greedily likeliest ids, up to EOS."""
     return beam_search(model, source, beams=1, longest=longest)
 
 
 @dataclass(frozen=True)
 class Beams:
-    """The best targets so far of n sentences: ids (n, beams, T), and of each (n, beams) three more things."""
+    """The best targets so far of n sentences: ids (n, beams, T), and three tensors (n, beams)."""
 
     ids: Tensor
     logs: Tensor  # log-probability
@@ -68,7 +68,7 @@ def beam_search(
 
 
 def start(source: Tensor, beams: int) -> Beams:
-    """The beams before the first id; as all are alike, only one of a sentence is possible."""
+    """The beams before the first id: all of a sentence are alike, so only its first is possible."""
     logs = torch.full((len(source), beams), -torch.inf, device=source.device)
     logs[:, 0] = 0
     ids = source.new_full((len(source), beams, 1), EOS)
@@ -80,7 +80,7 @@ def extend(found: Beams, following: Tensor, length_penalty: float) -> Beams:
     count, beams = found.logs.shape
     vocabulary = following.shape[1]
     following = following.masked_fill(found.ended.view(-1, 1), -torch.inf).view(count, beams, vocabulary)
-    following[..., PAD].masked_fill_(found.ended, 0)  # what has ended goes on with padding, at no cost
+    following[..., PAD].masked_fill_(found.ended, 0)  # a finished beam continues with padding, at no cost
     logs = (found.logs[..., None] + following).flatten(1)
     lengths = found.lengths + ~found.ended
     ranks = logs / lengths.repeat_interleave(vocabulary, 1) ** length_penalty
@@ -118,8 +118,8 @@ def translate(
 ) -> list[str]:
     """Source sentences as ids -> their translations, in the same order.
 
-    As many sentences are searched together as keep all beams within `tokens` of target (at least one), which
-    bounds the memory of a search as a microbatch bounds that of training.
+    Sentences are searched in groups whose beams stay within `tokens` of target (at least one sentence), which bounds
+    the memory of a search as a microbatch bounds that of training.
     """
     texts = [""] * len(sentences)
     for rows in groups(sentences.lengths(), beams, tokens):
@@ -144,10 +144,10 @@ def bleu(translations: list[str], references: list[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise ShoestringError("BLEU needs sacrebleu, which is not here: pip install 'shoestring[nlp]'") from None
+        raise ShoestringError("BLEU needs sacrebleu, which is not installed: pip install 'shoestring[nlp]'") from None
     if len(translations) != len(references) or not references:
         raise ShoestringError(
             f"{len(translations):,} translations have {len(references):,} references: give one to each"
         )
-    # The text is tokenised already, which sacrebleu would warn of.
+    # The text is tokenised already, which sacrebleu would warn about.
     return sacrebleu.corpus_bleu(translations, [references], tokenize="none", force=True).score
