@@ -1,30 +1,23 @@
 """Which part of a training step is running, told to whoever listens: profiler, meters, progress line."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, contextmanager
 
+from .ambient import Ambient
 from .ledger import Phase
 
 Listener = Callable[[Phase], None]
-_listeners: ContextVar[tuple[Listener, ...]] = ContextVar("listeners", default=())
-_phase: ContextVar[Phase] = ContextVar("phase", default=Phase.BUILD)
 
 
-@contextmanager
-def listen(listener: Listener) -> Iterator[None]:
+def listen(listener: Listener) -> AbstractContextManager[None]:
     """`listener(phase)` is called at each change of phase inside the context."""
-    token = _listeners.set((*_listeners.get(), listener))
-    try:
-        yield
-    finally:
-        _listeners.reset(token)
+    return Ambient.during(listeners=(*Ambient.now().listeners, listener))
 
 
 @contextmanager
 def phase(name: Phase) -> Iterator[None]:
-    """The step is in this phase inside the context, and in the one before it again afterwards."""
-    before = _phase.get()
+    """The step is in this phase inside the context, and afterwards in the one before it."""
+    before = current_phase()
     try:
         _enter(name)  # a listener may end the step here
         yield
@@ -33,10 +26,10 @@ def phase(name: Phase) -> Iterator[None]:
 
 
 def current_phase() -> Phase:
-    return _phase.get()
+    return Ambient.now().phase
 
 
 def _enter(name: Phase) -> None:
-    _phase.set(name)
-    for listener in _listeners.get():
+    Ambient.change(phase=name)
+    for listener in Ambient.now().listeners:
         listener(name)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoestring import SGD, Plan, Task, apply, builtin, train
-from shoestring.passes.boundary import CastInputs, CastOutputs, _call
+from shoestring.ambient import Ambient
+from shoestring.passes.boundary import CastInputs, CastOutputs
 from shoestring.passes.mode import hooked_modules
 from shoestring.training.evaluate import Evaluation, mean_loss
 from shoestring.training.resumable import as_data
@@ -162,7 +163,7 @@ def test_what_is_raised_inside_ends_the_call():
     for place in (lean.model.blocks[1], lean.model.encoder[0], lean.model):
         with place.register_forward_pre_hook(fail), pytest.raises(KeyError):
             lean.model(IDS)
-        assert _call.get() is None and lean.model(IDS).dtype == torch.float32
+        assert Ambient.now().outside_call is None and lean.model(IDS).dtype == torch.float32
 
 
 class Tree(nn.Module):

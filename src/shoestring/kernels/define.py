@@ -11,7 +11,6 @@ reports to the profiler. Gradients are given by autograd functions around ops.
 
 import weakref
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
@@ -21,11 +20,11 @@ from torch._C import _len_torch_dispatch_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ambient import Ambient
 from ..ledger import Category, Ledger
 from . import core
 
 _library = torch.library.Library("shoestring", "DEF")
-_scratch: ContextVar[list[int] | None] = ContextVar("scratch", default=None)
 _fakes: dict[Any, Callable] = {}  # of each op, for tracers
 
 
@@ -65,11 +64,8 @@ def _direct(op: Callable, compiled: Callable) -> Callable:
 def scratch_of(call: Callable[[], Any]) -> tuple[Any, int]:
     """A call of one of our ops on fake tensors -> its result, and its peak scratch in bytes."""
     told: list[int] = []
-    token = _scratch.set(told)
-    try:
+    with Ambient.during(scratch_bytes=told):
         return call(), max(told, default=0)
-    finally:
-        _scratch.reset(token)
 
 
 def fake_call(op: Any, args: tuple) -> tuple[Any, int]:
@@ -86,7 +82,7 @@ def _telling_scratch(fake: Callable) -> Callable:
 
     @wraps(fake)
     def watched(*args: Any) -> Any:
-        told = _scratch.get()
+        told = Ambient.now().scratch_bytes
         if told is None:
             return fake(*args)
         call = torch.get_num_threads(), *map(_key, args)

@@ -8,13 +8,13 @@ layer takes what its weights are, for a model may make FP32 tensors of its own (
 These are hooks that stay with the model, so that it can be called, copied and saved like any other.
 """
 
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ..ambient import Ambient
 from ..structure import mapped, tensors
 
 
@@ -35,9 +35,6 @@ class OutsideCall(NamedTuple):
     widens: bool
 
 
-_call: ContextVar[OutsideCall | None] = ContextVar("call_from_outside", default=None)
-
-
 @dataclass(frozen=True)
 class CastInputs:
     """A forward pre-hook: floating inputs become `dtype` at the boundary, and where a layer needs it."""
@@ -46,11 +43,11 @@ class CastInputs:
     is_model: bool
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        call = _call.get()
+        call = Ambient.now().outside_call
         if call is not None and call.module is module:
-            _call.set(call._replace(depth=call.depth + 1))
+            Ambient.change(outside_call=call._replace(depth=call.depth + 1))
         if call is None and not is_backward():
-            _call.set(OutsideCall(module, 0, self._widens(module, (args, kwargs))))
+            Ambient.change(outside_call=OutsideCall(module, 0, self._widens(module, (args, kwargs))))
             return cast((args, kwargs), self.dtype)
         return cast((args, kwargs), self.dtype) if isinstance(module, LAYERS) else None
 
@@ -65,10 +62,10 @@ class CastOutputs:
     """A forward hook, called whatever was raised: the call from outside ends."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        call = _call.get()
+        call = Ambient.now().outside_call
         if call is None or call.module is not module:
             return None
-        _call.set(call._replace(depth=call.depth - 1) if call.depth else None)
+        Ambient.change(outside_call=call._replace(depth=call.depth - 1) if call.depth else None)
         return cast(output, torch.float32) if call.widens and not call.depth else None
 
 

@@ -11,7 +11,6 @@ A model that is run again (checkpointing) finds the batch statistics of its firs
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -24,6 +23,7 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
+from ..ambient import Ambient
 from ..kernels.norm import batch_norm_statistics
 from ..ledger import Phase
 from ..phases import current_phase
@@ -49,9 +49,6 @@ class ModeOptions:
     every: int = 0  # operations in a region of the tape; 0: no tape
 
 
-_current: ContextVar["LeanMode | None"] = ContextVar("current_mode", default=None)
-
-
 @dataclass(frozen=True)
 class LeanModeContext:
     """The context of a pass in which a `LeanMode` answers; there is one, whatever techniques asked for it."""
@@ -62,13 +59,10 @@ class LeanModeContext:
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
         mode = LeanMode(model, self.options, self.patterns)
-        token = _current.set(mode)
-        try:
+        with Ambient.during(mode=mode):
             with mode, without_checkpoints():
                 yield
             mode.placeholders.close()
-        finally:
-            _current.reset(token)
 
 
 def with_mode(task: Task, **changes: Any) -> tuple[Task, Patterns]:
@@ -83,7 +77,7 @@ def with_mode(task: Task, **changes: Any) -> tuple[Task, Patterns]:
 
 def current_mode() -> "LeanMode":
     """The run that is in force."""
-    mode = _current.get()
+    mode = Ambient.now().mode
     assert mode is not None, "a region needs a lean mode around it"
     return mode
 

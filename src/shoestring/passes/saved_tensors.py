@@ -6,7 +6,6 @@ they compute. Who decides what is kept is the innermost keeper: a checkpointed r
 codec keeps 16 bits, a file, and so on. Without a keeper the tensor itself is kept.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..ambient import Ambient
 from ..errors import ShoestringError
 
 SECOND_BACKWARD = (
@@ -72,17 +72,10 @@ class OneUse:
 Store = Callable[[Tensor], Stored]
 
 
-class _Stack(threading.local):
-    def __init__(self) -> None:
-        self.keepers: list[Store] = []
-
-
-_stack = _Stack()
-
-
 def store(tensor: Tensor) -> Stored:
     """A tensor that the backward pass will want -> what is kept of it by the innermost keeper."""
-    return _stack.keepers[-1](tensor) if _stack.keepers else AsIs(tensor)
+    stores = Ambient.now().stores
+    return stores[-1](tensor) if stores else AsIs(tensor)
 
 
 @contextmanager
@@ -100,12 +93,11 @@ def storing(keeper: Store) -> Iterator[None]:
     def unpack(kept: Any) -> Tensor:
         return kept if isinstance(kept, Tensor) else kept.take()
 
-    _stack.keepers.append(keeper)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-    finally:
-        _stack.keepers.pop()
+    with (
+        Ambient.during(stores=(*Ambient.now().stores, keeper)),
+        torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+    ):
+        yield
 
 
 class Deduplicated:

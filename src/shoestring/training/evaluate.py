@@ -6,13 +6,13 @@ evaluation fits wherever a training step does.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from ..ambient import Ambient
 from ..errors import ShoestringError
 from ..task import Task
 
@@ -56,17 +56,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-_entered: ContextVar[tuple[nn.Module, ...]] = ContextVar("entered", default=())
-
-
 @contextmanager
 def within(task: Task, model: nn.Module) -> Iterator[None]:
     """Enters the task's contexts, with which 16-bit models run fast; a nested call for the same model does nothing."""
-    if any(model is entered for entered in _entered.get()):
+    entered = Ambient.now().entered
+    if any(model is each for each in entered):
         yield
         return
     with ExitStack() as stack:
-        stack.callback(_entered.reset, _entered.set((*_entered.get(), model)))
+        stack.enter_context(Ambient.during(entered=(*entered, model)))
         for context in task.contexts:
             stack.enter_context(context(model))
         yield

@@ -143,7 +143,7 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
     if not rehearse(lean):
         raise NoEffect(
             f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under the "
-            "rules of activations: leave them out, or name other modules"
+            "rules of activations: leave it out, or name other modules"
         )
     return lean
 

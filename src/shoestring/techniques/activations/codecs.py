@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 
+from ...ambient import Ambient
 from ...cache import spill_folder
 from ...errors import ShoestringError
 from ...passes.saved_tensors import AsIs, Store, Stored
@@ -24,7 +24,6 @@ from ...units import format_bytes
 from ..technique import Risk
 
 PIECE_BYTES = 1 << 20  # of a tensor that is not in one piece, so much is copied at a time
-_paged: ContextVar[list[int] | None] = ContextVar("paged", default=None)
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -85,7 +84,7 @@ class Spill:
     def write(self, tensor: Tensor) -> int:
         """Adds a tensor -> where it begins in the file."""
         offset, self.end = self.end, self.end + tensor.nbytes
-        if (told := _paged.get()) is not None:
+        if (told := Ambient.now().offloaded_bytes) is not None:
             told.append(tensor.nbytes)
         if not active_fake_mode():
             place = offset
@@ -104,11 +103,8 @@ class Spill:
 def paging() -> Iterator[list[int]]:
     """-> a list that gets the bytes of each tensor that goes to disk inside the context, in a trace too."""
     told: list[int] = []
-    token = _paged.set(told)
-    try:
+    with Ambient.during(offloaded_bytes=told):
         yield told
-    finally:
-        _paged.reset(token)
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:

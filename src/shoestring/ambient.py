@@ -1,0 +1,55 @@
+"""The ambient state of a step: what code deep inside a pass may look at without being handed it.
+
+PyTorch calls us back (function modes, hooks, autograd functions, operators) with arguments of its own, so what those
+calls must know of the step around them stands here, in one object. It is immutable: `during` replaces it for the length
+of a `with` block. There is one for each thread; PyTorch runs the backward pass of CPU tensors in the thread that calls
+`backward()`, so it sees the step's.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from .ledger import Phase
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """Beside each field, the module that sets it."""
+
+    phase: Phase = Phase.BUILD  # phases: the part of the step that is running,
+    listeners: tuple[Callable[[Phase], None], ...] = ()  # and who is called when it changes
+    mode: Any = None  # passes.mode: the LeanMode that answers the model's calls
+    stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
+    outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
+    scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced
+    offloaded_bytes: list[int] | None = None  # techniques.activations: collects the sizes of tensors offloaded
+    entered: tuple[nn.Module, ...] = ()  # training.evaluate: models that run under their task's contexts
+
+    @staticmethod
+    def now() -> "Ambient":
+        """The ambient state of this thread."""
+        return _ambient.get()
+
+    @staticmethod
+    def change(**fields: Any) -> None:
+        """Replaces some fields until they are changed the next time."""
+        _ambient.set(replace(_ambient.get(), **fields))
+
+    @staticmethod
+    @contextmanager
+    def during(**fields: Any) -> Iterator[None]:
+        """These fields have these values inside the context, and afterwards those that they had before."""
+        before = _ambient.get()
+        Ambient.change(**fields)
+        try:
+            yield
+        finally:
+            Ambient.change(**{name: getattr(before, name) for name in fields})
+
+
+_ambient: ContextVar[Ambient] = ContextVar("ambient", default=Ambient())  # noqa: B039 - immutable
