@@ -11,8 +11,10 @@ import zoo
 from metering import measured
 from shoestring import Adam, Plan, Task, apply, builtin
 from shoestring.errors import NoPlanFits
-from shoestring.measuring import calibrate
+from shoestring.measuring import calibrate, heap, measure_heap
+from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
+from shoestring.planning.traces import object_bytes
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 
@@ -23,8 +25,8 @@ RATES = Rates(1e11, 8e10, 1e10, 1e-5)  # fixed, so that no timing decides a test
 SHARES = (0.95, 0.8, 0.65, 0.5, 0.4)  # of what plain training takes
 MODELS: dict[str, Callable[[], Task]] = {
     "wrn-10-0.5": lambda: builtin("wrn-10-0.5", batch=12),
-    "small net": lambda: small.task().with_(batch=small.Noise(size=24).read(0, 0)),
-    "small net, Adam": lambda: small.task(Adam()).with_(batch=small.Noise(size=24).read(0, 0)),
+    "small net": lambda: small.task().with_(batch=small.Noise(size=96).read(0, 0)),
+    "small net, Adam": lambda: small.task(Adam()).with_(batch=small.Noise(size=96).read(0, 0)),
     "mlp": zoo.mlp,
     "mlp, Adam": lambda: zoo.mlp().with_(optimizer=Adam()),
     "branches": lambda: zoo.branches(batch=8),
@@ -88,6 +90,23 @@ def test_these_are_at_least_60_cases():
 @pytest.mark.parametrize("model", LARGER)
 def test_no_step_of_a_larger_model_takes_more_than_its_budget(model):
     assert kept(model) > 0
+
+
+def attention(settings: dict) -> object:
+    """The heap meter's target: a small language model under a plan, two steps; their peak counts."""
+    lean = apply(zoo.gpt(), Plan(**settings))
+    if heap.is_preloaded():
+        heap.reset()
+    for _ in range(2):
+        lean.step(lean.task.batch)
+    return lean
+
+
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "no-gradient", "activations": "offload"}], ids=str)
+def test_the_heap_has_no_more_than_the_tensors_and_the_room_for_their_objects(settings):
+    traced = Search(zoo.gpt(), 0, RATES, calibrate=calibrate).peak(Option(tuple(settings.items()), Risk.EXACT))
+    peak = measure_heap(f"{__file__}:attention", [settings]).peak_bytes
+    assert traced.peak_bytes < peak <= traced.peak_bytes + object_bytes(traced)
 
 
 def test_what_no_plan_fits_is_refused_with_what_fills_it():

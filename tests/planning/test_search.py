@@ -9,7 +9,7 @@ from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
 from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import OBJECT_BYTES
+from shoestring.planning.traces import NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, object_bytes
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
@@ -149,7 +149,16 @@ def test_a_plan_with_sparse_layers_says_what_they_may_cost():
 def test_a_plan_leaves_room_for_the_objects_around_its_tensors():
     traced = Search(little(), 0, RATES).traces.of(())
     alive = len(traced.ledger.live_at(traced.ledger.peak().time))
-    needed = traced.peak_bytes + OBJECT_BYTES * alive
-    assert alive > 20
+    needed = traced.peak_bytes + STORAGE_BYTES * alive + NODE_BYTES * traced.nodes + ONCE_BYTES
+    assert alive > 20 and traced.nodes > 20
     assert Search(little(), needed, RATES).has_room(traced)
     assert not Search(little(), needed - 1, RATES).has_room(traced)
+
+
+def test_what_is_offloaded_takes_no_memory_but_its_part_of_the_graph_does():
+    search = Search(zoo.gpt(), 0, RATES)
+    plain, offloaded = (search.traces.of(settings) for settings in ((), (("activations", "offload"),)))
+    storages = [len(traced.ledger.live_at(traced.peak.time)) for traced in (plain, offloaded)]
+    assert storages[1] < storages[0]
+    assert offloaded.nodes == plain.nodes > 100
+    assert object_bytes(offloaded) > NODE_BYTES * offloaded.nodes

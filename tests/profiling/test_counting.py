@@ -374,3 +374,11 @@ def test_flops_of_attention_are_two_products_forward_and_five_backward():
     flops = profile(task(Attention(), torch.randn(2, 4, 16, 8))).flops
     assert flops["forward"] == 2 * (2 * 2 * 4 * 16 * 16 * 8)
     assert flops["backward"] == flops["forward"] * 5 / 2
+
+
+@pytest.mark.parametrize("pieces", [1, 4], ids=["whole batch", "microbatches"])
+def test_the_nodes_of_autograds_graph_are_those_of_one_forward_pass(pieces):
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2, bias=False))
+    one = task(model, torch.randn(4, 8)).with_(split=lambda batch: batch.chunk(pieces))
+    leaves, transposed, products, others = 3, 2, 2, len(["ReLU", "square", "mean"])
+    assert profile(one).nodes == profile(one, brief=True).nodes == leaves + transposed + products + others

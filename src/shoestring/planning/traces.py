@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ledger import Phase
 from ..profiling import Profile, profile
 from ..signature import Signature
 from ..task import Task
@@ -18,9 +19,11 @@ from .timing import Work, work_of
 Progress = Callable[[str], None]
 Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
-# Room for what no trace sees, which the heap meter does: the headers of a tensor and its storage, their Python objects,
-# autograd's node. Measured (benchmarks/budgets_kept.py): 720 bytes for each storage alive at the peak, at most 870.
-OBJECT_BYTES = 900
+# Room for what no trace sees, which the heap meter does. Of each storage alive at the peak: the headers of storage and
+# tensor, and malloc's own. Of each node of autograd's graph, which is there though its tensors may be on disk: its
+# edges, its saved variables and their hooks. And what a run has once: the optimizer's tables, the files' buffers.
+# Fitted and proved by benchmarks/budgets_kept.py.
+STORAGE_BYTES, NODE_BYTES, ONCE_BYTES = 450, 800, 64 * 1024
 TRACED = tuple(technique.name for technique in REGISTRY if technique.effect is None)
 
 
@@ -143,7 +146,10 @@ class Traces:
 
 
 def object_bytes(traced: Profile) -> int:
-    return OBJECT_BYTES * len(traced.ledger.live_at(traced.ledger.peak().time))
+    """The room that the objects around a traced step's tensors take."""
+    storages = len(traced.ledger.live_at(traced.peak.time))
+    nodes = traced.nodes if traced.peak.phase != Phase.UPDATE else 0  # the graph is gone by then
+    return STORAGE_BYTES * storages + NODE_BYTES * nodes + ONCE_BYTES
 
 
 def blank(model: torch.nn.Module) -> torch.nn.Module:

@@ -33,6 +33,7 @@ class Profile:
     signatures: list[Signature] = field(repr=False)
     uncalibrated: int = 0  # distinct operator calls whose scratch is not known, and not counted
     scratch_bytes: int = 0  # of all distinct operator calls whose scratch is known
+    nodes: int = 0  # of autograd's graph, at the end of the forward pass that has most
 
     @property
     def peak_bytes(self) -> int:
@@ -134,9 +135,31 @@ def _traced(
     return tracer
 
 
+def _as_traced(task: Task, tracer: Tracer) -> Task:
+    """The task without what is done after an update, to weights that a trace does not have; its graph is counted."""
+
+    def loss(model: torch.nn.Module, batch: Any) -> Tensor:
+        found = task.loss_of(model, batch)
+        tracer.nodes = max(tracer.nodes, count_nodes(found))
+        return found
+
+    return task.with_(after_update=(), loss=loss)
+
+
+def count_nodes(loss: Tensor) -> int:
+    """How many operations autograd remembers for the backward pass of a loss, its leaves included."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [follower for follower, _ in node.next_functions]
+    return len(found)
+
+
 def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
     """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
-    stepper = Stepper(task.with_(after_update=()))  # they change weights that a trace does not have
+    stepper = Stepper(_as_traced(task, tracer))
     for _ in range(steps):
         tracer.flops = dict.fromkeys(Phase, 0)
         stepper.run(pieces, weights)
@@ -145,7 +168,7 @@ def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], 
 
 def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
     """Runs the largest microbatches of a step under the tracer, as if others had been before."""
-    stepper = Stepper(task.with_(after_update=()))
+    stepper = Stepper(_as_traced(task, tracer))
     in_backward = bool(getattr(stepper.optimizer, "contexts", ()))  # gradients, as they are made
     chosen = _largest(pieces)
     stepper.begin(len(pieces))
@@ -226,6 +249,7 @@ def _summarise(task: Task, tracer: Tracer) -> Profile:
         signatures=tracer.signatures,
         uncalibrated=uncalibrated,
         scratch_bytes=sum(size or 0 for size in scratch),
+        nodes=tracer.nodes,
     )
 
 

@@ -42,6 +42,7 @@ class Tracer(TorchDispatchMode):
         self.phase = Phase.BUILD
         self.flops: dict[Phase, int] = dict.fromkeys(Phase, 0)
         self.unseen: dict[str, None] = {}
+        self.nodes = 0  # of autograd's graph
         self.workspace = workspace or {}
         self._draws = 0
         self._calls: dict[Any, Signature] = {}  # distinct calls, in order of appearance
