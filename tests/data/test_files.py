@@ -44,5 +44,5 @@ def test_a_full_disk_is_told(cache, monkeypatch):
 def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(ShoestringError, match="may not be read"):
+    with pytest.raises(ShoestringError, match="cannot be read"):
         need_file(tmp_path / "file")

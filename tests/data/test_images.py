@@ -214,7 +214,7 @@ def test_folders_that_cannot_be_data_are_refused(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nowhere")
     (tmp_path / "cifar.tar.gz").write_bytes(b"x")
     assert "is a file: unpack it" in refusal(tmp_path / "cifar.tar.gz")
-    assert "holds no images that are known" in refusal(tmp_path)
+    assert "has no known image layout" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("end", ["", ".bin"])
@@ -231,7 +231,7 @@ def test_a_cifar_file_that_is_cut_short_is_named_with_its_bytes(tmp_path):
     path = folder / "data_batch_2.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert "data_batch_2.bin is cut short: 12,291 bytes" in refusal(folder)
+    assert "data_batch_2.bin is truncated: 12,291 bytes" in refusal(folder)
     path.write_bytes(whole[:-3073])
     assert "[4, 3, 4, 4, 4] images" in refusal(folder)
 
@@ -267,7 +267,7 @@ def test_an_idx_file_that_is_cut_short_is_named(tmp_path, zipped):
     folder = write_idx(tmp_path / "data", zipped=zipped)
     path = folder / f"t10k-images-idx3-ubyte{'.gz' if zipped else ''}"
     path.write_bytes(path.read_bytes()[:-100])
-    assert path.name in refusal(folder) and "cut short" in refusal(folder)
+    assert path.name in refusal(folder) and "truncated" in refusal(folder)
 
 
 def test_image_folders_that_do_not_match_are_refused(tmp_path):
@@ -296,12 +296,12 @@ def test_image_folders_without_pillow_say_what_to_install(tmp_path, monkeypatch)
 
 def test_shapes_that_cannot_be_served_are_refused(tmp_path):
     folder = write_cifar_binary(tmp_path / "data")
-    assert "3 channel(s) cannot be served with 1" in refusal(folder, channels=1)
+    assert "3 channel(s) cannot have 1" in refusal(folder, channels=1)
     assert "32x32 do not fit into 28x28" in refusal(folder, size=28)
 
 
 def test_batches_larger_than_the_data_are_refused(tmp_path):
-    with pytest.raises(ShoestringError, match="batches of 21 cannot be made of 20 images"):
+    with pytest.raises(ShoestringError, match="batches of 21 cannot be made from 20 images"):
         batches(tmp_path, 21)
 
 

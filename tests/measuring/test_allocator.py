@@ -188,7 +188,7 @@ def test_scratch_freed_before_the_output_is_born_takes_the_outputs_place():
 def test_a_meter_under_another_profiler_is_refused():
     with (
         profile(activities=[ProfilerActivity.CPU]),
-        pytest.raises(ShoestringError, match="already runs in this thread"),
+        pytest.raises(ShoestringError, match="is already running in this thread"),
     ):
         measure_allocator(lambda: None)
 

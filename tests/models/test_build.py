@@ -173,7 +173,7 @@ def test_what_only_the_constructor_did_is_told_by_name():
         nn.init.zeros_(model[1].weight)
         return model
 
-    with pytest.warns(UserWarning, match=r"^1.weight: started by their layers' own reset_parameters\(\)"):
+    with pytest.warns(UserWarning, match=r"^1.weight: initialised by their layers' own reset_parameters\(\)"):
         from_meta(build)
 
 

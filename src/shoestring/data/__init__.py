@@ -1,4 +1,4 @@
-"""Data sets, streamed: a batch is the only part of them that is ever in memory."""
+"""Data sets, streamed: only one batch is ever in memory."""
 
 from .augment import Augment, on_images
 from .images import ImageBatches, Images, open_images

@@ -13,20 +13,20 @@ from .draws import mix
 
 @dataclass(frozen=True)
 class Augment:
-    """The paper's augmentations (section 4.1.2), each decided by what was drawn for the image.
+    """The paper's augmentations (section 4.1.2), determined by random numbers drawn per image.
 
-    What is drawn is three small numbers an image (down, right, flip); zeros leave the image as it is. They
-    are a function of the image's key alone, so the size of a microbatch changes nothing.
+    Three small numbers are drawn per image (down, right, flip); zeros leave the image as it is. They depend only
+    on the image's key, so the size of a microbatch changes nothing.
     """
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
     pad: int = 4
     flip: bool = True
-    shrink: int = 1  # squares of so many pixels are averaged to one, after the rest
+    shrink: int = 1  # squares of shrink x shrink pixels are averaged into one, after the rest
 
     def draw(self, keys: np.ndarray) -> Tensor:
-        """Keys (n) -> int8 (n, 3): how far the crop lies down and right of the middle, and if it flips."""
+        """Keys (n) -> int8 (n, 3): the crop's offset down and right of the centre, and whether it is flipped."""
         span = 2 * self.pad + 1
         down, right = ((mix(keys, use) % np.uint64(span)).astype(np.int64) - self.pad for use in (0, 1))
         flip = (mix(keys, 2) % np.uint64(2)).astype(np.int64) * self.flip
@@ -50,7 +50,7 @@ class Augment:
         return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
     def normalise(self, images: Tensor) -> Tensor:
-        """uint8 images -> float32 images of mean 0 and standard deviation 1 a channel."""
+        """uint8 images -> float32 images of mean 0 and standard deviation 1 per channel."""
         mean, std = (255 * images.new_tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std))
         return images.float().sub_(mean).div_(std)
 
@@ -58,7 +58,7 @@ class Augment:
 def on_images(loss: Loss, augment: Augment) -> Loss:
     """A loss on (float images, labels) -> the same loss on (uint8 images, labels, draws).
 
-    Inside a step it runs once a microbatch, so no more than a microbatch is ever held as floats.
+    Inside a step it runs once per microbatch, so at most one microbatch is ever held as floats.
     """
 
     def loss_of_bytes(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:

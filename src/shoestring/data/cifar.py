@@ -1,4 +1,4 @@
-"""CIFAR-10 in its two official layouts -> parts that are mapped from the files."""
+"""CIFAR-10 in its two official layouts, memory-mapped from the files."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .pickles import Bytes, read_pickle
 from .splits import MappedSplit, Part
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-# Of the training set, as published.
+# The training set's, as published.
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
 SHAPE = (3, 32, 32)
@@ -36,8 +36,8 @@ def _binary_part(path: Path) -> Part:
     size = need_file(path).stat().st_size
     if size % _RECORD.itemsize:
         raise ShoestringError(
-            f"{path} is cut short: {size:,} bytes are not a multiple of {_RECORD.itemsize:,} (1 label and "
-            f"{_PIXELS:,} pixels an image); download it again"
+            f"{path} is truncated: {size:,} bytes are not a multiple of {_RECORD.itemsize:,} (1 label and "
+            f"{_PIXELS:,} pixels per image); download it again"
         )
     records = map_file(path).view(_RECORD)
     return Part(records["image"], check_labels(records["label"], len(CLASSES), path))
@@ -66,7 +66,7 @@ def _splits(parts: list[Part], folder: Path) -> tuple[MappedSplit, MappedSplit]:
     if len(set(counts)) > 1:
         raise ShoestringError(
             f"the five training files of {folder} hold {counts} images, not the same number each: "
-            "the shorter ones are cut short; download them again"
+            "the shorter ones are truncated; download them again"
         )
     return MappedSplit(tuple(parts[:5]), SHAPE), MappedSplit(tuple(parts[5:]), SHAPE)
 

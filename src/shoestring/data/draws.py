@@ -1,7 +1,7 @@
-"""Randomness without state: every draw is a function of (seed, epoch, index), so nothing has to be saved.
+"""The order of the data, and all its randomness, without state: a draw is a function of (seed, epoch, index).
 
-An order of n items is a permutation that is computed position by position (a Feistel network, walked until it
-lands below n), so that even a million images are shuffled with no array of indices.
+So nothing has to be saved. A shuffled order of n items is a permutation computed position by position (a Feistel
+network, iterated until it lands below n): even a million images are shuffled without an array of indices.
 """
 
 import numpy as np

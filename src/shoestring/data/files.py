@@ -1,4 +1,4 @@
-"""Files on disk as arrays that take no memory: mapped, so that only a batch is ever copied out of them."""
+"""Files on disk as memory-mapped arrays: only a batch is ever copied out of them."""
 
 import hashlib
 import os
@@ -15,15 +15,15 @@ from ..errors import ShoestringError
 
 
 def need_file(path: Path) -> Path:
-    """A path -> the same path, if it is a regular file that is not empty: to open a pipe would wait for ever."""
+    """A path -> the same path, if it is a regular file and not empty: opening a pipe would wait for ever."""
     if path.exists() and not path.is_file():
         raise ShoestringError(f"{path} is not a regular file: replace or remove it")
     if not path.is_file():
-        raise ShoestringError(f"{path} is missing: complete the folder {path.parent} or name another one")
+        raise ShoestringError(f"{path} is missing: complete the folder {path.parent} or choose another")
     if path.stat().st_size == 0:
         raise ShoestringError(f"{path} is empty (0 bytes): download it again")
     if not os.access(path, os.R_OK):
-        raise ShoestringError(f"{path} may not be read by this user: change its permissions")
+        raise ShoestringError(f"{path} cannot be read by this user: change its permissions")
     return path
 
 
@@ -33,9 +33,9 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def spill(chunks: Iterable[bytes]) -> np.ndarray:
-    """Pieces of bytes -> one read-only byte array, mapped from a nameless file on disk.
+    """Chunks of bytes -> one read-only byte array, mapped from an unnamed file on disk.
 
-    The file has no name any more when this returns: nothing is left behind, whatever ends the process.
+    The file has no name, so nothing is left behind, however the process ends.
     """
     folder = made_cache_folder()
     try:
@@ -44,7 +44,7 @@ def spill(chunks: Iterable[bytes]) -> np.ndarray:
                 file.write(chunk)
             file.flush()
             if file.tell() == 0:
-                return np.empty(0, np.uint8)  # nothing cannot be mapped
+                return np.empty(0, np.uint8)  # an empty file cannot be mapped
             return np.asarray(np.memmap(file, dtype=np.uint8, mode="r"))
     except OSError as error:
         raise ShoestringError(
@@ -54,7 +54,7 @@ def spill(chunks: Iterable[bytes]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of different lengths, one after another in a mapped file: `rows[i]` -> array."""
+    """Rows of different lengths, stored one after another in a mapped file: `rows[i]` -> array."""
 
     data: np.ndarray
     ends: np.ndarray
@@ -95,7 +95,7 @@ class Rows:
 
 
 def write_checked(path: Path, data: bytes) -> None:
-    """Writes `data` and its SHA-256 to `path`: wholly or not at all."""
+    """Writes `data` and its SHA-256 to `path`, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
@@ -109,6 +109,6 @@ def write_checked(path: Path, data: bytes) -> None:
 
 
 def read_checked(path: Path) -> bytes | None:
-    """What `write_checked` wrote; None if it is missing or any byte of it has changed."""
+    """Reads what `write_checked` wrote; None if it is missing or any byte has changed."""
     whole = path.read_bytes() if path.is_file() else b""
     return whole[32:] if hashlib.sha256(whole[32:]).digest() == whole[:32] else None

@@ -14,20 +14,20 @@ from ..errors import ShoestringError
 from .draws import mix
 from .files import Rows, need_file
 
-# Of ImageNet's training set, as published.
+# ImageNet's training set's, as published.
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 _ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # whatever the name says: some others start programs
-_MOST_PIXELS = 2**26  # of one image, which is decoded whole
+_FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # whatever the name says: Pillow runs programs for some other formats
+_MOST_PIXELS = 2**26  # in one image, which is decoded whole
 _TEST_NAMES = ("val", "validation", "test")
 
 
 @dataclass(frozen=True)
 class FolderSplit:
-    """Images of `size` x `size` from one folder a class. The names lie in a mapped file, not in memory.
+    """Images of `size` x `size` from one folder per class. Their names are in a mapped file, not in memory.
 
-    Besides the batch, a read takes the memory of one decoded image for each of torch's threads.
+    Besides the batch, a read takes the memory of one decoded image per thread of torch.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class FolderSplit:
         return int(np.searchsorted(self.class_ends, index, side="right"))
 
     def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-        """Indices -> images and labels: a random part of each image with `keys`, its middle without."""
+        """Indices -> images and labels: a random crop of each image with `keys`, its centre without."""
         images = torch.empty((len(indices), 3, self.size, self.size), dtype=torch.uint8)
 
         def decode(place: int) -> None:
@@ -67,7 +67,7 @@ def open_folders(folder: Path, size: int = 224) -> tuple[FolderSplit, FolderSpli
     unknown = sorted({entry.name for entry in test.iterdir() if entry.is_dir()} - set(classes))
     if unknown:
         raise ShoestringError(
-            f"{test} has {len(unknown)} class(es) that train/ has not, such as {unknown[0]!r}: "
+            f"{test} has {len(unknown)} class(es) that train/ does not have, such as {unknown[0]!r}: "
             "an image folder needs the same classes in both; rename or remove it"
         )
     return _split(folder / "train", classes, size), _split(test, classes, size)
@@ -102,12 +102,12 @@ def _images(folder: Path) -> list[str]:
 
 
 def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
-    """An image file -> a part of it, resized to uint8 (3, size, size)."""
+    """An image file -> a crop of it, resized to uint8 (3, size, size)."""
     try:
         from PIL import Image
     except ImportError:
         raise ShoestringError(
-            "image folders need Pillow, which is not here: pip install 'shoestring[images]'"
+            "image folders need Pillow, which is not installed: pip install 'shoestring[images]'"
         ) from None
     try:
         with Image.open(need_file(path), formats=_FORMATS) as image:
@@ -115,7 +115,7 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
             if width * height > _MOST_PIXELS:
                 raise ValueError(f"{width} x {height} pixels, and {_MOST_PIXELS:,} is the limit")
             left, top, right, bottom = _middle(width, height) if key is None else _random_part(width, height, key)
-            # A JPEG can be decoded at 1/2, 1/4 or 1/8: no more pixels than the part needs.
+            # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size: no more pixels than the crop needs.
             zoom = max(size / (right - left), size / (bottom - top))
             image.draft("RGB", (int(width * zoom), int(height * zoom)))
             across, down = image.size[0] / width, image.size[1] / height
@@ -127,14 +127,14 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
 
 
 def _middle(width: int, height: int) -> tuple[float, float, float, float]:
-    """The square in the middle whose side is 7/8 of the shorter side: left, top, right, bottom."""
+    """The central square whose side is 7/8 of the shorter side: left, top, right, bottom."""
     side = min(width, height) * 7 / 8
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
 def _random_part(width: int, height: int, key: int) -> tuple[float, float, float, float]:
-    """A part of 8% to 100% of the area, 3:4 to 4:3 in shape, anywhere: left, top, right, bottom."""
+    """A random crop of 8% to 100% of the area, with a shape of 3:4 to 4:3: left, top, right, bottom."""
     area, shape, across, down = (float(mix(key, use)[0]) / 2**64 for use in range(4))
     area = (0.08 + 0.92 * area) * width * height
     ratio = (3 / 4) ** (1 - 2 * shape)

@@ -1,4 +1,4 @@
-"""IDX files, gzipped or not, as MNIST and Fashion-MNIST come in -> parts that are mapped from the files."""
+"""IDX files, gzipped or not, the format of MNIST and Fashion-MNIST, memory-mapped."""
 
 import gzip
 import math
@@ -18,7 +18,7 @@ FASHION = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
 )  # fmt: skip
 DIGITS = tuple("0123456789")
-MOST_UNZIPPED = 2**30  # bytes; the largest sets of this kind hold 640 MB
+MOST_UNZIPPED = 2**30  # bytes; the largest data sets of this kind have 640 MB
 
 
 def has_idx(folder: Path) -> bool:
@@ -73,7 +73,7 @@ def read_idx(path: Path, dimensions: int) -> np.ndarray:
 
 
 def _shape(path: Path, header: bytes, dimensions: int) -> list[int]:
-    """A file's first bytes -> the shape that they promise."""
+    """A file's first bytes -> the shape that they declare."""
     magic, expected = header[:4], bytes((0, 0, 8, dimensions))
     if magic != expected:
         raise ShoestringError(
@@ -84,19 +84,19 @@ def _shape(path: Path, header: bytes, dimensions: int) -> list[int]:
         raise ShoestringError(f"{path} ends within its header, after {len(header)} bytes: download it again")
     shape = list(struct.unpack(f">{dimensions}I", header[4:]))
     if not all(shape):
-        raise ShoestringError(f"{path} promises {shape}, which is nothing: it is damaged; download it again")
+        raise ShoestringError(f"{path} declares the empty shape {shape}: it is damaged; download it again")
     return shape
 
 
 def _unlike_header(path: Path, found: str, expected: int, shape: list[int]) -> str:
     return (
-        f"{path} holds {found} bytes, and its header promises {expected:,} for {shape}: "
-        "it is cut short or damaged; download it again"
+        f"{path} has {found} bytes, and its header declares {expected:,} for {shape}: "
+        "it is truncated or damaged; download it again"
     )
 
 
 def _unzip(path: Path, dimensions: int) -> Iterator[bytes]:
-    """The bytes that a zipped file's own header promises: what is more than that is never unzipped."""
+    """Unzips the bytes that a file's own header declares; anything beyond is never unzipped."""
     try:
         with gzip.open(need_file(path)) as file:
             header = file.read(4 + 4 * dimensions)
@@ -104,7 +104,7 @@ def _unzip(path: Path, dimensions: int) -> Iterator[bytes]:
             left = math.prod(shape)
             if left > MOST_UNZIPPED:
                 raise ShoestringError(
-                    f"{path} promises {left:,} bytes for {shape}, and at most {MOST_UNZIPPED:,} are unzipped here: "
+                    f"{path} declares {left:,} bytes for {shape}, and at most {MOST_UNZIPPED:,} are unzipped here: "
                     "it is damaged, or unzip it yourself"
                 )
             yield header
@@ -116,5 +116,5 @@ def _unzip(path: Path, dimensions: int) -> Iterator[bytes]:
                 raise ShoestringError(_unlike_header(path, f"more than {expected:,}", expected, shape))
     except (EOFError, OSError, zlib.error) as error:
         raise ShoestringError(
-            f"{path} cannot be unzipped, it is cut short or damaged ({error}): download it again"
+            f"{path} cannot be unzipped, it is truncated or damaged ({error}): download it again"
         ) from error

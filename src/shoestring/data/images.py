@@ -14,7 +14,7 @@ from .draws import mix, shuffled
 from .splits import MappedSplit, Part, Split, mean_and_std
 
 EMBEDDED = Path(__file__).parent / "embedded" / "fashion-mnist"
-# Where the usual download scripts put the files inside the folder that one names.
+# Where the usual download scripts put the files inside the folder that the user gives.
 _INSIDE = ("cifar-10-batches-bin", "cifar-10-batches-py", "FashionMNIST/raw", "MNIST/raw", "raw")
 
 
@@ -34,9 +34,9 @@ class Images:
 class ImageBatches:
     """The batches of an epoch: `read(epoch, number)` -> uint8 images, labels, draws.
 
-    With a `seed`, for training: a new order and new augmentations each epoch, full batches only. Without
-    one, for testing: in the order of the files, nothing drawn, the last batch as small as it is. A batch
-    depends on (seed, epoch, number) alone, so that these three resume a run in the middle of an epoch.
+    With a `seed`, for training: a new order and new augmentations each epoch, full batches only. Without one, for
+    testing: in the order of the files, no augmentation, and the last batch may be smaller. A batch depends only on
+    (seed, epoch, number), so that a run can be resumed in the middle of an epoch.
     """
 
     split: Split
@@ -47,7 +47,7 @@ class ImageBatches:
     def __post_init__(self) -> None:
         if self.size < 1 or len(self) < 1:
             raise ShoestringError(
-                f"batches of {self.size} cannot be made of {len(self.split)} images: give another size"
+                f"batches of {self.size} cannot be made from {len(self.split)} images: use another size"
             )
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class ImageBatches:
         return whole + (self.seed is None and rest > 0)
 
     def read(self, epoch: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch `number` of an epoch, both counted from 0."""
+        """Batch `number` of an epoch, both counted from 0."""
         if not 0 <= number < len(self):
             raise ShoestringError(f"batch {number} of an epoch of {len(self)} batches: count from 0")
         indices = np.arange(number * self.size, min(len(self.split), (number + 1) * self.size))
@@ -69,8 +69,8 @@ class ImageBatches:
 def open_images(folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None) -> Images:
     """A folder -> its images: CIFAR-10 (binary or python), MNIST's IDX, or train/CLASS/*.jpg; None: embedded.
 
-    `channels=3` repeats a grey channel. `size` is the side that images have: smaller ones get a black border
-    (IDX: 32 unless told), those of image folders are resized (224 unless told).
+    `channels=3` repeats a grey channel. `size` is the side of the images: smaller ones get a black border (IDX: 32 by
+    default), those of image folders are resized (224 by default).
     """
     if folder is None:
         return _idx(EMBEDDED, channels, size)
@@ -82,7 +82,7 @@ def open_images(folder: str | Path | None = None, *, channels: int | None = None
         if (images := _open(place, channels, size)) is not None:
             return images
     raise ShoestringError(
-        f"{where} holds no images that are known: it needs data_batch_1.bin or data_batch_1 (CIFAR-10), "
+        f"{where} has no known image layout: it needs data_batch_1.bin or data_batch_1 (CIFAR-10), "
         "train-images-idx3-ubyte[.gz] (MNIST), or train/CLASS/*.jpg and val/CLASS/*.jpg"
     )
 
@@ -116,10 +116,10 @@ def _idx(folder: Path, channels: int | None, size: int | None) -> Images:
 
 
 def _shape(natural: tuple[int, ...], channels: int | None, size: int | None) -> tuple[int, int, int]:
-    """The images' own shape and what was asked for -> the shape that is served."""
+    """The images' own shape and the requested one -> the shape that is returned."""
     own, height, width = natural
     if channels not in (None, own, 3 if own == 1 else own):
-        raise ShoestringError(f"images of {own} channel(s) cannot be served with {channels}: leave `channels` out")
+        raise ShoestringError(f"images of {own} channel(s) cannot have {channels}: leave `channels` out")
     if size is not None and size < max(height, width):
         raise ShoestringError(
             f"images of {height}x{width} do not fit into {size}x{size}: give at least {max(height, width)}"

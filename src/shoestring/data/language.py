@@ -1,4 +1,4 @@
-"""A little language and its translation: sentence pairs without end, made from a seed, that need no download.
+"""A small artificial language and its translation: unlimited sentence pairs from a seed, without a download.
 
 The source is verb-final and inflected: adjectives follow their noun and agree with it in gender, number and
 case, the article comes last, relative clauses and places come before what they describe, and the verb agrees
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-# The English forms. Of a noun: one, many. Of a verb: for one, for many, in the past.
+# The English forms. Nouns: singular, plural. Verbs: singular, plural, past.
 NOUNS = """dog dogs, cat cats, man men, woman women, child children, bird birds, horse horses,
 teacher teachers, king kings, doctor doctors, farmer farmers, sister sisters, apple apples, egg eggs,
 house houses, river rivers, tree trees, book books, stone stones, umbrella umbrellas, ship ships,
@@ -32,7 +32,7 @@ _COUNTS = ("two", "three", "many")
 
 @dataclass(frozen=True)
 class Phrase:
-    """A noun with what belongs to it: adjectives, a number, a place and its relation to it, a clause."""
+    """A noun and its modifiers: adjectives, a number, a place and a preposition, a relative clause."""
 
     noun: int
     many: bool
@@ -55,7 +55,7 @@ class Clause:
 
 
 def sentence_pairs(count: int, seed: int = 0) -> Iterator[tuple[str, str]]:
-    """A number and a seed -> that many different pairs (source, target)."""
+    """A count and a seed -> that many different pairs (source, target)."""
     draw = _Draw(seed)
     seen: set[str] = set()
     while len(seen) < count:

@@ -43,7 +43,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Lines:
-    """A text file, read line by line each time that it is iterated over."""
+    """A text file, read line by line each time it is iterated."""
 
     path: Path
 
@@ -76,10 +76,9 @@ def open_pairs(
 ) -> Pairs:
     """A folder with train, valid and test in two languages (train.de, train.en) -> its pairs; None: embedded.
 
-    `languages` are source and target; unless told, they are taken from a folder name such as iwslt14.de-en,
-    else in alphabetical order. Text that is split into parts already ("ho@@ use") is taken as it is; other
-    text is split by a joint byte-pair encoding of `vocabulary` pieces, which is kept in `cache`, or into
-    words if that is None.
+    `languages` are source and target; by default they are taken from a folder name such as iwslt14.de-en, else in
+    alphabetical order. Text that is already split into subwords ("ho@@ use") is used as it is; other text is split by
+    a joint byte-pair encoding of `vocabulary` pieces, which is cached in `cache`, or into words if that is None.
     """
     if folder is None:
         return _embedded()
@@ -101,7 +100,7 @@ def _languages(folder: Path) -> tuple[str, str]:
         return named[1], named[2]
     if len(found) != 2:
         raise ShoestringError(
-            f"{folder} holds {len(found)} files train.LANGUAGE, and a pair takes 2, such as train.de and "
+            f"{folder} has {len(found)} files train.LANGUAGE, and a pair needs 2, such as train.de and "
             "train.en: name them with `languages`, or choose another folder"
         )
     return found[0], found[1]

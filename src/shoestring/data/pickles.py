@@ -1,12 +1,12 @@
-"""CIFAR-10's python files -> plain data, without running a pickle.
+"""Reads CIFAR-10's python files into plain data, without running a pickle.
 
 The files are programs for a stack machine. This reader knows the few instructions that build dictionaries,
 lists, numbers, strings and one array of bytes, and refuses every other one; it imports and calls nothing.
-Long strings are not copied: a `Span` says where in the file they lie, so that the pixels can be mapped.
+Long strings are not copied: a `Span` says where in the file they are, so that the pixels can be mapped.
 
-What those files need is also the bound of what is built: one dictionary, whose keys are strings; in it lists of plain
-values, and arrays; tuples within tuples at most once. So nothing is nested, nothing contains itself, and neither time
-nor memory can be more than in proportion to the file.
+Nothing beyond what those files need is built: one dictionary with string keys; in it lists of plain values, and arrays;
+tuples within tuples at most once. So nothing is deeply nested or contains itself, and time and memory are at most
+proportional to the file.
 """
 
 import struct
@@ -17,14 +17,14 @@ from typing import Any
 from ..errors import ShoestringError
 from .files import map_file
 
-# The only names that may occur, and the arrays that they build: bytes in C order.
+# The only names that may occur; the arrays that they build are bytes in C order.
 _NAMES = {
     "numpy.core.multiarray _reconstruct": "reconstruct",
     "numpy ndarray": "ndarray",
     "numpy dtype": "dtype",
 }
 _MARK = object()
-_MOST_STEPS = 1_000_000  # those files take some 60,000
+_MOST_STEPS = 1_000_000  # those files take about 60,000
 _MOST_LINE = 100  # characters of a name
 _CONTAINERS = (tuple, list, dict)
 
@@ -39,7 +39,7 @@ class Span:
 
 @dataclass
 class Bytes:
-    """An array of unsigned bytes: its shape, and where in the file it lies."""
+    """An array of unsigned bytes: its shape, and where in the file it is."""
 
     shape: tuple[int, ...] = ()
     span: Span | None = None
@@ -66,7 +66,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
 
 
 class _Machine:
-    """The stack, what was numbered for later use, and the place in the file."""
+    """The stack, the memo, and the position in the file."""
 
     def __init__(self, data: memoryview) -> None:
         self.data, self.at = data, 0

@@ -1,6 +1,6 @@
 """A split of an image data set: `len(split)` images, and `read(indices)` for some of them as uint8.
 
-`Split` is the shape of it; `MappedSplit` serves images that lie in files as plain bytes.
+`Split` is the protocol; `MappedSplit` reads images that are stored in files as plain bytes.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from .draws import shuffled
 
 
 class Split(Protocol):
-    """What a batch is read from. `keys`, one 64-bit number an image, decide what is drawn while decoding."""
+    """The source of batches. `keys`, one 64-bit number per image, determine any randomness of decoding."""
 
     def __len__(self) -> int: ...
 
@@ -33,7 +33,7 @@ class Part:
 
 @dataclass(frozen=True)
 class MappedSplit:
-    """Parts one after another, each image in the middle of black of `shape` (channels, height, width)."""
+    """Parts one after another; each image is centred in a black image of `shape` (channels, height, width)."""
 
     parts: tuple[Part, ...]
     shape: tuple[int, int, int]
@@ -75,13 +75,13 @@ class Picked:
 
 
 def held_out(split: Split, count: int, seed: int = 0) -> tuple[Picked, Picked]:
-    """A split -> two: all but `count` images chosen at random, and those."""
+    """A split -> two: all but `count` randomly chosen images, and those `count`."""
     order = shuffled(np.arange(len(split)), len(split), seed)
     return Picked(split, np.sort(order[count:])), Picked(split, np.sort(order[:count]))
 
 
 def mean_and_std(split: MappedSplit) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """A split -> mean and standard deviation of each channel of its images as they are served, 1 = white."""
+    """A split -> mean and standard deviation per channel of its images as they are read, 1 = white."""
     channels, height, width = split.shape
     counts = np.zeros((split.parts[0].images.shape[1], 256), np.int64)
     for part in split.parts:

@@ -1,4 +1,4 @@
-"""Batches of sentence pairs by tokens: sentences of like length together, none split, a seeded order."""
+"""Batches of sentence pairs by tokens: sentences of similar length together, none split, in a seeded order."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ Batch = tuple[Tensor, Tensor, Tensor]  # source, target after a leading EOS, tar
 class TokenBatches:
     """The batches of an epoch: `read(epoch, number)` -> microbatches, each source, target_in, target_out.
 
-    The batches are the same in each epoch and come in a new order, that of (seed, epoch); without a seed they
-    come from the shortest to the longest. Their rows lie in mapped files.
+    The batches are the same in each epoch and come in a new order, given by (seed, epoch); without a seed they come
+    from the shortest to the longest. Their rows are in mapped files.
     """
 
     pairs: PairSplit
     microbatch: int
     seed: int | None
     order: np.ndarray  # the pairs from short to long
-    ends: np.ndarray  # how many of them there are up to the end of each batch
+    ends: np.ndarray  # the number of pairs up to the end of each batch
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -42,7 +42,7 @@ class TokenBatches:
         return self.order[self.ends[number - 1] if number else 0 : self.ends[number]]
 
     def read(self, epoch: int, number: int) -> list[Batch]:
-        """The batch `number` of an epoch, both counted from 0, in microbatches."""
+        """Batch `number` of an epoch, both counted from 0, in microbatches."""
         rows = self.rows(epoch, number)
         longest = [max(len(self.pairs.source[row]), len(self.pairs.target[row])) for row in rows]
         ends = list(fill(longest, self.microbatch))

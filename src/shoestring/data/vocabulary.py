@@ -14,7 +14,7 @@ from ..tokens import EOS, SPECIAL_IDS, UNKNOWN
 from .files import Rows, read_checked, write_checked
 
 Split = Callable[[str], list[str]]  # a line -> its pieces
-# What says that pieces belong together: nothing, the end of a part of a word, or the begin of a word.
+# The mark by which pieces are joined: none, the end of a part of a word, or the start of a word.
 WORDS, PARTS, PIECES = "", "@@", "\N{LOWER ONE EIGHTH BLOCK}"
 
 
@@ -22,7 +22,7 @@ WORDS, PARTS, PIECES = "", "@@", "\N{LOWER ONE EIGHTH BLOCK}"
 class Vocabulary:
     """The pieces of one language, the most frequent first; their ids begin after the special ones.
 
-    The pieces lie in a mapped file: a vocabulary takes no memory while a network trains.
+    The pieces are in a mapped file: a vocabulary takes no memory while a network trains.
     """
 
     pieces: Rows
@@ -82,7 +82,7 @@ def byte_pairs(texts: tuple[Path, ...], size: int, cache: Path) -> Split:
         import sentencepiece
     except ImportError:
         raise ShoestringError(
-            "byte-pair encoding needs sentencepiece, which is not here: pip install 'shoestring[nlp]', "
+            "byte-pair encoding needs sentencepiece, which is not installed: pip install 'shoestring[nlp]', "
             "or use whole words (vocabulary=None)"
         ) from None
     digest = hashlib.sha256(f"bpe {size}".encode())
@@ -108,7 +108,7 @@ def _learn(texts: tuple[Path, ...], size: int) -> bytes:
             model_type="bpe",
             vocab_size=size,
             character_coverage=1.0,
-            normalization_rule_name="identity",  # the text is prepared, and must come back as it is
+            normalization_rule_name="identity",  # the text is already prepared, and must come back unchanged
             bos_id=-1,
             eos_id=-1,
             minloglevel=2,

@@ -1,9 +1,9 @@
-"""The meters: what a run really occupied, by torch's allocator, the whole heap, CUDA or the process.
+"""The meters: how much memory a run really occupied, by torch's allocator, the whole heap, CUDA or the process.
 
     measure(train).peak_bytes                              # blocks of torch's allocator, to the byte
     measure("train.py:main", meter="heap").peak_bytes      # all of malloc, in a fresh process
 
-A meter is imported when it is first used, so that the heap's fresh process does not load torch for nothing.
+A meter is imported on first use, so that the heap meter's fresh process does not load torch needlessly.
 """
 
 from collections.abc import Callable
@@ -51,10 +51,10 @@ def __getattr__(name: str) -> Any:
 
 
 def measure(run: Callable[[], Any] | str, meter: str = "allocator") -> Measurement:
-    """What is to be run, and a meter -> its reading.
+    """Runs a function under a meter -> its reading.
 
-    The heap meter runs a target such as "module:function" in a fresh process; a function it can only run in a
-    process that was started with the meter. The other meters run a function here.
+    The meters are allocator, heap, cuda and process. The heap meter runs a target such as "module:function" in a fresh
+    process; it can run a function only in a process that was started with the meter. The others run it here.
     """
     if meter not in METERS:
         raise ShoestringError(f"there is no meter called {meter!r}: choose one of {', '.join(METERS)}")

@@ -1,13 +1,13 @@
-"""The allocator meter: every block that torch's CPU allocator gave out during a run -> timeline and peak.
+"""The allocator meter: every block that torch's CPU allocator handed out during a run -> timeline and peak.
 
 It listens to torch.profiler's memory events, so oneDNN's reorders and im2col buffers count as tensors do.
 What it cannot see, found by experiment with torch 2.13:
 - Blocks older than the run: neither their bytes nor their end (torch logs a warning and reports no event).
-  So build what is to be counted inside the run, or name what stays in `held`.
-- Other threads. Only the thread that calls is heard (the backward pass on the CPU runs in it). A block that
-  another thread frees is thought to live until its address is given out again.
+  So allocate what is to be counted inside the run, or list what stays in `held`.
+- Other threads. Only the calling thread is observed (the backward pass on the CPU runs in it). A block that
+  another thread frees seems alive until its address is reused.
 - Memory that does not come from torch's allocator: NumPy arrays, MKL's and oneDNN's own malloc, the nodes of
-  autograd's graph (some hundred bytes each; 5 MB for a recurrent net of 10,000 operators). The heap meter
+  autograd's graph (a few hundred bytes each; 5 MB for a recurrent net of 10,000 operators). The heap meter
   sees those.
 """
 
@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 from ..errors import ShoestringError
 from .measurement import Measurement
 
-OUTSIDE = -1  # the call number of what happens in no operator
+OUTSIDE = -1  # the call number of events outside any operator
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A block given out (`bytes` > 0) or taken back (< 0), in operator call number `call`."""
+    """A block allocated (`bytes` > 0) or freed (< 0), in operator call number `call`."""
 
     time: int
     address: int
@@ -42,7 +42,7 @@ class Event:
 
 @dataclass(slots=True)
 class Block:
-    """A block from its birth to its end, as numbers of events; scratch was born and freed in one call."""
+    """A block from allocation to free, as event numbers; scratch is allocated and freed within one call."""
 
     bytes: int
     operation: str
@@ -53,9 +53,9 @@ class Block:
 
 
 def measure_allocator(run: Callable[[], Any], held: Iterable[Tensor] = ()) -> Measurement:
-    """Runs `run()` -> what torch's CPU allocator gave out meanwhile.
+    """Runs `run()` -> what torch's CPU allocator handed out meanwhile.
 
-    `held` are tensors made before that stay alive throughout; their storages are added to every reading.
+    `held` are existing tensors that stay alive throughout; their storages are added to every reading.
 
     >>> measure_allocator(lambda: torch.empty(1000, dtype=torch.uint8)).peak_bytes
     1000
@@ -72,7 +72,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def record(run: Callable[[], Any]) -> list[Event]:
     """Runs `run()` under torch's profiler -> its allocator events in order of time."""
     require_idle_profiler()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it greets on stderr at every start and stop
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr at every start and stop
     names = _ExperimentalConfig(capture_overload_names=True)
     session: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True, experimental_config=names)
     with session:
@@ -82,15 +82,15 @@ def record(run: Callable[[], Any]) -> list[Event]:
 
 
 def require_idle_profiler() -> None:
-    """Refuses to meter inside another profile: torch can run only one in a thread."""
+    """Refuses to meter inside another profile: torch can run only one per thread."""
     if torch.autograd._profiler_enabled():
         raise ShoestringError(
-            "the allocator meter cannot start: torch.profiler already runs in this thread; stop it first"
+            "the allocator meter cannot start: torch.profiler is already running in this thread; stop it first"
         )
 
 
 def _events(roots: Sequence[Any]) -> Iterator[Event]:
-    """The profiler's tree of calls -> its allocator events, each with the operator call that holds it."""
+    """The profiler's tree of calls -> its allocator events, each with the operator call that it is in."""
     calls = 0
     stack = [(node, "", OUTSIDE) for node in reversed(roots)]
     while stack:
@@ -111,7 +111,7 @@ def _events(roots: Sequence[Any]) -> Iterator[Event]:
 def is_one_operator(name: str, overload: str) -> bool:
     """Whether a profiler event is an operator that a dispatch mode sees as one call, with all that it calls.
 
-    Composite operators (linear, layer_norm) are only recipes: what they call are the operators. Other events
+    Composite operators (linear, layer_norm) only call others: those are the operators. Other events
     are autograd nodes and user annotations.
     """
     if "::" not in name or torch._C._get_operation_overload(name, overload) is None:
@@ -121,9 +121,9 @@ def is_one_operator(name: str, overload: str) -> bool:
 
 
 def read(events: list[Event], start_bytes: int = 0) -> Measurement:
-    """Allocator events in order -> the reading, with scratch told apart from tensors.
+    """Allocator events in order -> the reading, with scratch separated from tensors.
 
-    An operator's outputs are counted as tensors from the operator's first event on, as a prediction does it:
+    An operator's outputs are counted as tensors from the operator's first event on, as in a prediction:
     oneDNN writes the output into a blocked buffer first and copies it at the end, and that buffer stands in
     the output's place. Workspace is what the operator needs on top of its outputs.
     """
@@ -156,10 +156,10 @@ def read(events: list[Event], start_bytes: int = 0) -> Measurement:
 
 
 def trace_blocks(events: list[Event]) -> list[Block]:
-    """Allocator events in order -> the blocks that were born among them, with their ends.
+    """Allocator events in order -> the blocks that were allocated among them, with their ends.
 
-    The end of a block that was never born here is skipped. An address that is given out again while its block
-    seems alive was freed unheard, by another thread: that block ends there.
+    The free of a block that was not allocated here is skipped. If an address is reused while its block seems alive,
+    another thread freed it unobserved: that block ends there.
     """
     blocks: list[Block] = []
     alive: dict[int, Block] = {}

@@ -1,8 +1,8 @@
-"""Bounds: an operator call that cannot be made here -> the most scratch that calls of its kind were found to need.
+"""Bounds: an operator call that cannot be run here -> the most scratch that calls of its kind were found to need.
 
-What a call needs inside itself is copies of what it reads and writes, in another order or a wider type. So the bound
-is a multiple of the bytes of its arguments and results, by the kind of operator; a convolution may also unfold its
-image. `tests/measuring/test_bounds.py` holds the multiples against calibrated calls of every kind.
+The scratch of a call is copies of what it reads and writes, in another order or a wider type. So the bound is a
+multiple of the bytes of its arguments and results, by the kind of operator; a convolution may also unfold its image.
+`tests/measuring/test_bounds.py` compares the multiples with calibrated calls of every kind.
 """
 
 import json
@@ -17,15 +17,17 @@ from torch.utils import _pytree as pytree
 
 from ..signature import Bound, Signature, output_key
 
-THREAD_BYTES = {"attention": 1 << 19}  # of a thread's own buffers, which no argument's size tells: at most 0.4 MB seen
-LITTLE = 1 << 16  # the same of other operators
-COPIES = 2  # of all that a call reads and writes: a 16-bit reduction adds up a copy in FP32
-RECURRENT = 8  # the same of an LSTM, and what it keeps for its backward pass: four gates and two states for each step
+THREAD_BYTES = {
+    "attention": 1 << 19
+}  # a thread's own buffers, which do not depend on the arguments: at most 0.4 MB seen
+LITTLE = 1 << 16  # the same for other operators
+COPIES = 2  # times all that a call reads and writes: a 16-bit reduction sums a copy in FP32
+RECURRENT = 8  # the same for an LSTM, with what it saves for its backward pass: four gates and two states per step
 CONVOLUTIONS = ("conv", "slow_", "thnn_", "mkldnn_conv")
 
 
 def bounds_of(signature: Signature) -> dict[str, Bound]:
-    """A call -> a table with the bound of its scratch, and of outputs whose size its fake leaves open."""
+    """A call -> a table with bounds of its scratch and of outputs whose size its fake leaves open."""
     reads = sum(_argument_bytes(json.loads(signature.arguments)))
     results = _results(signature)
     moved = reads + sum(part.untyped_storage().nbytes() for part in results if isinstance(part, Tensor))
@@ -56,7 +58,7 @@ def _argument_bytes(value: Any) -> Iterator[int]:
 
 
 def _results(signature: Signature) -> list[Any]:
-    """A call -> fakes of what it returns; none where it cannot be made even with fakes."""
+    """A call -> fakes of what it returns; none if it fails even with fakes."""
     try:
         with FakeTensorMode():
             args, kwargs = signature.call_arguments(lambda *like: torch.empty_strided(like[0], like[1], dtype=like[2]))
@@ -66,7 +68,7 @@ def _results(signature: Signature) -> list[Any]:
 
 
 def _only_looks(signature: Signature) -> bool:
-    """Whether the operator moves no bytes: its result is a view of an argument that it does not write."""
+    """Whether the operator moves no bytes: its result is a view of an argument, which it does not write."""
     try:
         return signature.function().is_view
     except ValueError:
@@ -74,7 +76,7 @@ def _only_looks(signature: Signature) -> bool:
 
 
 def _unfolded_bytes(signature: Signature, results: list[Any]) -> int:
-    """A convolution's image unfolded: for each output pixel, all inputs that it sees; 0 for other operators."""
+    """The bytes of a convolution's unfolded image (im2col): all inputs of each output pixel; 0 for other operators."""
     if not signature.op.split(".")[1].startswith(CONVOLUTIONS):
         return 0
     arguments = json.loads(signature.arguments)["args"]

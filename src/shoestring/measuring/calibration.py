@@ -1,8 +1,8 @@
-"""Calibration: operator calls, run once for real on this machine -> the scratch that each needs.
+"""Calibration: runs operator calls once on this machine -> the scratch that each needs.
 
-A prediction knows tensors from their shapes, but not what a library allocates inside an operator: oneDNN
-copies an image into blocked order; another CPU or thread count takes another kernel. So each call is made
-here with tensors of the same shape, strides and type, and metered. A prediction is given the table as data.
+A prediction knows tensors from their shapes, but not what a library allocates inside an operator: oneDNN copies an
+image into blocked order; another CPU or thread count uses another kernel. So each call is run here with tensors of the
+same shape, strides and type, and metered. Predictions get the table as data.
 """
 
 import hashlib
@@ -24,13 +24,13 @@ from .allocator import measure_allocator, require_idle_profiler
 from .bounds import bounds_of, extent
 from .process import memory_available_bytes
 
-VERSION = 2  # of the cache: what is measured of a call
+VERSION = 2  # of the cache's format: what is measured per call
 Progress = Callable[[int, int], None]
 Table = dict[str, int | None]
 
 
 class Prediction(Protocol):
-    """Whatever was predicted from operator calls."""
+    """A prediction that was made from operator calls."""
 
     @property
     def signatures(self) -> list[Signature]: ...
@@ -40,11 +40,11 @@ Predicted = TypeVar("Predicted", bound=Prediction)
 
 
 def calibrate(signatures: Iterable[Signature], progress: Progress | None = None) -> Table:
-    """Operator calls -> {str(signature): bytes of scratch}, from the machine's cache where they are known.
+    """Operator calls -> {str(signature): bytes of scratch}, from this machine's cache if they are known.
 
-    A call that could not be made here has a `Bound` in place of a measured number, and is asked again next time.
-    `progress(done, total)` is told of each call. Where a call returns what a fake cannot size, the table also has
-    the sizes, under `output_key`.
+    A call that could not be run here has a `Bound` in place of a measured number, and is tried again next time.
+    `progress(done, total)` is called after each call. If a call returns outputs that a fake cannot size, the table also
+    has their sizes, under `output_key`.
     """
     wanted = {str(signature): signature for signature in signatures}
     known = load_cache()
@@ -56,15 +56,15 @@ def calibrate(signatures: Iterable[Signature], progress: Progress | None = None)
                 found |= bounds_of(signature) if measured[key] is None else measured
             if progress:
                 progress(done, len(wanted))
-    finally:  # an interrupted calibration goes on where it was
+    finally:  # an interrupted calibration continues where it was
         save_cache({key: size for key, size in found.items() if size is not None and not isinstance(size, Bound)})
     return {key: size for key, size in (found | known).items() if call_of(key) in wanted}
 
 
 def calibrated(predict: Callable[[Table], Predicted], progress: Progress | None = None) -> Predicted:
-    """A prediction that takes a table -> the prediction whose every operator call is in its table.
+    """A prediction as a function of a table -> the prediction with all of its operator calls in the table.
 
-    One table leads to the next: an output of a size that was not known is another call's argument.
+    It is repeated until then: an output whose size was not known is the argument of another call.
     """
     table: Table = dict(load_cache())
     while True:
@@ -76,15 +76,15 @@ def calibrated(predict: Callable[[Table], Predicted], progress: Progress | None 
 
 
 def workspace_bytes(signature: Signature) -> int | None:
-    """One operator call, made for real -> the most bytes inside it on top of its outputs; None if unknown."""
+    """Runs one operator call -> the most bytes inside it on top of its outputs; None if unknown."""
     return measure_call(signature)[str(signature)]
 
 
 def measure_call(signature: Signature) -> Table:
-    """One operator call, made for real -> its scratch, and the sizes of outputs that a fake leaves open.
+    """Runs one operator call -> its scratch, and the sizes of outputs that a fake leaves open.
 
-    Unknown is a call that this torch refuses, or whose arguments would fill a quarter of the free memory, or
-    are empty: an empty tensor may stand for one of unknown size, without which oneDNN would crash.
+    Unknown if this torch refuses the call, or if its arguments would fill a quarter of the free memory or are empty: an
+    empty tensor may stand for one of unknown size, and oneDNN would crash on it.
     """
     require_idle_profiler()
     try:
@@ -102,7 +102,7 @@ def measure_call(signature: Signature) -> Table:
 
         with _as_in_training():
             scratch = _scratch_bytes(call)
-            # The first call may also make what the library keeps, which is no scratch of the call.
+            # The first call may also allocate what the library keeps, which is not scratch of the call.
             scratch = scratch and _scratch_bytes(call)
         return {str(signature): scratch} | _hidden_outputs(signature, returned)
     except Exception:  # an operator may raise anything; whatever it is, nothing was measured
@@ -111,7 +111,7 @@ def measure_call(signature: Signature) -> Table:
 
 @contextmanager
 def _as_in_training() -> Iterator[None]:
-    """Gradients are on, for oneDNN's LSTM looks; random numbers are as before afterwards."""
+    """With gradients on, because oneDNN's LSTM checks; the random state is restored afterwards."""
     with torch.enable_grad(), torch.random.fork_rng(devices=[]):
         yield
 
@@ -133,7 +133,7 @@ def _hidden_outputs(signature: Signature, returned: list[int | None]) -> Table:
 
 
 def _elements(result: Any) -> list[int | None]:
-    """What an operator returns -> the elements of each flat tensor in it; None for anything else."""
+    """An operator's result -> the elements of each flat tensor in it; None for anything else."""
     parts = result if isinstance(result, tuple | list) else [result]
     return [part.numel() if isinstance(part, Tensor) and part.dim() == 1 else None for part in parts]
 
@@ -150,12 +150,12 @@ def argument_sizes(signature: Signature) -> list[int]:
 
 
 def _zeros(shape: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
-    """Zeros are valid as data and as indices; made flat first, for an expanded tensor cannot be filled."""
+    """Zeros are valid as data and as indices; made flat first, because an expanded tensor cannot be filled."""
     return torch.zeros(extent(shape, stride), dtype=dtype).as_strided(shape, stride)
 
 
 def machine() -> dict[str, Any]:
-    """-> what scratch depends on, besides the call."""
+    """-> everything that scratch depends on besides the call."""
     return {
         "torch": torch.__version__,
         "cpu": _cpu_model(),
@@ -173,13 +173,13 @@ def _cpu_model() -> str:
 
 
 def cache_path() -> Path:
-    """-> the table of this machine with its present settings."""
+    """-> the path of this machine's table for its present settings."""
     fingerprint = hashlib.sha256(json.dumps(machine(), sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / f"workspace-{fingerprint}.json"
 
 
 def load_cache() -> dict[str, int]:
-    """-> what is known of this machine; nothing where the file is missing, damaged or another machine's."""
+    """-> the known calls of this machine; empty if the file is missing, damaged or another machine's."""
     try:
         record = json.loads(cache_path().read_bytes())
         table = record["workspace"]
@@ -191,7 +191,7 @@ def load_cache() -> dict[str, int]:
 
 
 def save_cache(table: dict[str, int]) -> None:
-    """Adds a table to what is known of this machine. Where nothing can be written, it is measured again."""
+    """Adds a table to this machine's cache. If it cannot be written, the calls are measured again next time."""
     if not table:
         return
     record = {"version": VERSION, "machine": machine(), "workspace": load_cache() | table}

@@ -12,7 +12,7 @@ from .measurement import Measurement
 def measure_cuda(run: Callable[[], Any], device: int | str | None = None) -> Measurement:
     """Runs `run()` -> bytes of a GPU's allocated blocks: at the start, at the peak and at the end.
 
-    cuDNN's and cuBLAS's workspaces come from the same allocator: they are counted and cannot be told apart.
+    cuDNN's and cuBLAS's workspaces come from the same allocator: they are counted, and cannot be separated.
     Blocks that the allocator keeps in reserve are not counted.
     """
     if not torch.cuda.is_available():

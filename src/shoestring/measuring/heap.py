@@ -1,9 +1,9 @@
-"""The heap meter: every block that malloc and its kin gave out to the process, whoever asked for it.
+"""The heap meter: every block that malloc and its relatives handed out to the process, whoever asked for it.
 
 It sees what the allocator meter cannot: other threads, NumPy, MKL's and oneDNN's own buffers, Python's large
 objects. It needs a small library in the process from its start (LD_PRELOAD), which is compiled on first use
-from heapmeter.c. Not counted is what does not come from malloc: Python's small objects (up to 512 bytes; they
-live in arenas that CPython maps itself), thread stacks, and files that are mapped.
+from heapmeter.c. Memory that does not come from malloc is not counted: Python's small objects (up to 512 bytes, in
+arenas that CPython maps itself), thread stacks, and mapped files.
 """
 
 import ctypes
@@ -43,14 +43,14 @@ def peak() -> int:
 
 
 def reset() -> None:
-    """Starts the peak anew from the bytes that are live now."""
+    """Resets the peak to the bytes that are live now."""
     _reader("heapmeter_reset_peak", None)()
 
 
 def _reader(name: str, result: Any = ctypes.c_long) -> Any:
     if not is_preloaded():
         raise ShoestringError(
-            "the heap meter is not in this process: it must be there from the start; "
+            "the heap meter is not loaded in this process: it must be there from the start; "
             'use measure_heap("module:function"), which starts a process with it'
         )
     function = getattr(_process, name)
@@ -61,8 +61,8 @@ def _reader(name: str, result: Any = ctypes.c_long) -> Any:
 def measure_preloaded(run: Callable[[], Any]) -> Measurement:
     """Runs `run()` in this process, which has the meter -> the heap's peak and end above its start.
 
-    What a library makes once (oneDNN's primitives, MKL's buffers) counts if it is made in the run: run the
-    same thing before to leave it out.
+    What a library allocates once (oneDNN's primitives, MKL's buffers) counts if it happens in the run: warm up first
+    to leave it out.
     """
     gc.collect()
     base = live()
@@ -79,8 +79,8 @@ def measure_heap(
     """A function or script, run in a fresh process -> the peak of its heap above what libraries hold.
 
     `target` is "module:function" or "file.py:function", called with `args` (JSON-able), or "script.py", run
-    with `args` as its command line. It is run `warmups` times unmetered, so that the libraries have made what
-    they make once, and then measured: build and train inside it.
+    with `args` as its command line. It is run `warmups` times unmetered, so that one-time allocations of libraries are
+    done, and then measured: build and train inside it.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "reading.json"
@@ -105,14 +105,14 @@ def measure_heap(
 def preload_environment() -> dict[str, str]:
     """-> this process's environment, with the meter preloaded and the same modules importable."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part or os.getcwd() for part in sys.path)}
-    if not is_preloaded():  # else LD_PRELOAD already names the meter that we run under
+    if not is_preloaded():  # otherwise LD_PRELOAD already names the meter that we run under
         earlier = os.environ.get("LD_PRELOAD")
         environment["LD_PRELOAD"] = " ".join(filter(None, [str(library()), earlier]))
     return environment
 
 
 def library() -> Path:
-    """-> the compiled meter, built on first use and whenever its source is another."""
+    """-> the compiled meter, built on first use and whenever its source changes."""
     if sys.platform != "linux":
         raise ShoestringError(f"the heap meter works on Linux only and this is {sys.platform}: use the allocator meter")
     source = _SOURCE.read_bytes()
@@ -137,7 +137,7 @@ def _compile(compiler: str) -> bytes:
     """The meter's source through `compiler` -> the shared library's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "heapmeter.so"
-        # -fno-builtin: else malloc followed by memset may become a call of the very calloc that it is in.
+        # -fno-builtin: otherwise malloc followed by memset may become a call of the calloc that it is in.
         flags = ["-O2", "-fPIC", "-shared", "-fno-builtin", "-o", str(output), str(_SOURCE), "-ldl"]
         done = subprocess.run([compiler, *flags], capture_output=True, text=True)
         if done.returncode != 0:

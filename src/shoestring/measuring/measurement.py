@@ -1,4 +1,4 @@
-"""Measurement: what one meter read while something ran."""
+"""Measurement: the reading of one meter over one run."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

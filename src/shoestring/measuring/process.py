@@ -33,7 +33,7 @@ def memory_available_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Starts the peak anew from the bytes that are in memory now."""
+    """Resets the peak to the bytes that are resident now."""
     try:
         _RESET.write_text("5")
     except OSError as error:
@@ -58,5 +58,5 @@ def _kilobytes(file: Path, field: str) -> int:
     except OSError:
         match = None
     if match is None:
-        raise ShoestringError(f"{file} does not tell {field}: the process meter works on Linux only")
+        raise ShoestringError(f"{file} has no {field}: the process meter works on Linux only")
     return int(match[1]) * 1024

@@ -17,7 +17,8 @@ from ..rates import Rates
 
 
 def device_rates() -> Rates:
-    """The rates of this CPU with torch's threads, measured once and cached: plans of two days rank alike."""
+    """The rates of this CPU with torch's threads, measured once per machine and cached, so that plans made on different
+    days rank alike."""
     path = cache_folder() / f"rates-3-{platform.node()}-{torch.__version__}-{torch.get_num_threads()}.json"
     with suppress(OSError, ValueError, TypeError):
         return Rates(**json.loads(path.read_text()))
@@ -43,7 +44,7 @@ def measured_rates() -> Rates:
 
 
 def _disk_rate(folder: str, size: int = 32 * 2**20) -> float:
-    """Bytes a second that the disk itself takes: what the system holds back in memory is no use where that is short."""
+    """Bytes per second that the disk itself takes (with fsync): the page cache is no help when memory is short."""
     data = os.urandom(size)
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -54,7 +55,7 @@ def _disk_rate(folder: str, size: int = 32 * 2**20) -> float:
 
             return size / _seconds(write, repeats=2)
     except OSError:
-        return Rates.disk_bytes_per_second  # paging out will say what is wrong with the folder
+        return Rates.disk_bytes_per_second  # offloading will report what is wrong with the folder
 
 
 def _seconds(run: Callable[[], object], repeats: int = 7) -> float:

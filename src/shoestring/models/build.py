@@ -1,4 +1,4 @@
-"""Models without memory (on the meta device), and from there to ones with weights, module by module."""
+"""Models without memory (on the meta device), and how they get weights, module by module."""
 
 import hashlib
 import warnings
@@ -14,7 +14,7 @@ from ..errors import ShoestringError
 
 
 def on_meta(build: Callable[..., nn.Module], *sizes: Any) -> nn.Module:
-    """`build(*sizes)` without memory for its parameters and buffers."""
+    """`build(*sizes)` on the meta device: parameters and buffers without memory."""
     with torch.device("meta"):
         return build(*sizes)
 
@@ -28,11 +28,11 @@ def check_count(what: str, count: int, largest: int, least: int = 1) -> None:
 def materialise(model: nn.Module, device: str | torch.device = "cpu", seed: int = 0) -> nn.Module:
     """A model on the meta device -> the same model, in place, with memory on `device` and fresh weights.
 
-    Each module fills its own tensors with `reset_parameters()`, or the model does with an `_init_weights(module)`, as
-    those of transformers have. Their values depend on `seed` and the module's path alone, so building the model in any
-    order, or only a part of it, gives the same bits. A module that then starts its children as a whole, with
-    `reset_parameters()` or `init_weights()`, does so last. Parameters that modules share stay shared: the first module
-    to be filled fills them. What a constructor did beyond that is gone with the meta device: a warning names it.
+    Each module initialises its own tensors with `reset_parameters()`, or the model does with `_init_weights(module)`,
+    as in transformers. The values depend only on `seed` and the module's path, so building the model in any order, or
+    only a part of it, gives the same bits. A module that initialises its children as a whole, with `reset_parameters()`
+    or `init_weights()`, does so last. Shared parameters stay shared: the first module to be filled fills them. Anything
+    else that a constructor did to values is lost on the meta device: a warning names it.
     """
     real: dict[Tensor, Tensor] = {}
     written = {tensor: tensor._version for _, module in leaves_first(model) for _, tensor in meta_tensors(module)}
@@ -58,8 +58,8 @@ def materialise_module(
 ) -> None:
     """Gives the meta tensors that `module` itself owns memory on `device`, and fills them.
 
-    `real` maps meta tensors to those that took their place; share it between modules that share tensors. `own_start`
-    is what the model does to start a module, after the module itself.
+    `real` maps meta tensors to those that replaced them; share it between modules that share tensors. `own_start` is
+    the model's initialisation of a module, run after the module's own.
     """
     owned = meta_tensors(module)
     if not owned:
@@ -86,7 +86,7 @@ def _run(start: Callable[[], Any], path: str, seed: int) -> None:
 
 
 def _reset(module: nn.Module) -> Callable[[], Any] | None:
-    """The method by which a module starts itself, if it has one that needs no arguments."""
+    """The method that initialises a module, if it has one that needs no arguments."""
     found = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters", "init_weights"))
     return next((method for method in found if callable(method) and not _required(method)), None)
 
@@ -102,7 +102,7 @@ def _own_start(model: nn.Module, path: str) -> Callable[[nn.Module], Any] | None
 
 
 def _required(method: Callable) -> int:
-    """How many arguments must be given."""
+    """The number of required arguments."""
     kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     return sum(p.default is Parameter.empty and p.kind in kinds for p in signature(method).parameters.values())
 
@@ -112,9 +112,9 @@ def _is_all_meta(module: nn.Module) -> bool:
 
 
 def _check_filled(model: nn.Module, written: dict[Tensor, int]) -> None:
-    """Refuses a tensor that nothing filled; warns of those that the constructor had filled more often than we did.
+    """Refuses a tensor that nothing filled; warns about those that the constructor wrote more often than we did.
 
-    PyTorch counts how often a tensor was written, on the meta device too: `written` is how often it was there.
+    PyTorch counts the writes to a tensor, on the meta device too: `written` are the counts from there.
     """
     lost = []
     for path, module in model.named_modules():
@@ -128,7 +128,7 @@ def _check_filled(model: nn.Module, written: dict[Tensor, int]) -> None:
     if lost:
         more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
         warnings.warn(
-            f"{', '.join(lost[:3])}{more}: started by their layers' own reset_parameters(), for what the model's "
+            f"{', '.join(lost[:3])}{more}: initialised by their layers' own reset_parameters(): what the model's "
             "constructor did to them was lost on the meta device; move it to a method init_weights(), or build the "
             "model off meta",
             stacklevel=3,
@@ -144,12 +144,12 @@ def _cannot_fill(path: str, module: nn.Module, name: str) -> ShoestringError:
 
 
 def leaves_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every (path, module), children before parents, since some parents (attention) fill children."""
+    """Every (path, module), children before parents, because some parents (attention) fill children."""
     return list(model.named_modules())[::-1]
 
 
 def meta_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters and buffers on meta that `module` itself owns, by name."""
+    """The meta parameters and buffers that `module` itself owns, by name."""
     return [
         (name, tensor)
         for tensors in (module._parameters, module._buffers)
@@ -159,7 +159,7 @@ def meta_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def empty_twin(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """A tensor or parameter of the same shape, type and strides on `device`, its values not yet set."""
+    """An uninitialised tensor or parameter of the same shape, type and strides on `device`."""
     twin = torch.empty_like(tensor, device=device)
     return nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
 

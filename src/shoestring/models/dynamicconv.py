@@ -20,7 +20,7 @@ from .layers import XavierLinear
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes and dropout rates; a layer for each kernel size."""
+    """Sizes and dropout rates; one layer per kernel size."""
 
     source_vocabulary: int = 8_848
     target_vocabulary: int = 6_632
@@ -40,7 +40,7 @@ class Settings:
 
 
 class Memory(NamedTuple):
-    """What the encoder hands to the decoder: states (N, S, width) and where the source is padding (N, S)."""
+    """The encoder's output: states (N, S, width) and where the source is padding (N, S)."""
 
     states: Tensor
     padding: Tensor
@@ -73,7 +73,9 @@ class DynamicConv(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kernels = self.kernels(x).unflatten(2, (self.heads, self.size))
         kernels, values = self.dropout(kernels.softmax(3)), x.unflatten(2, (self.heads, -1))
-        if x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu":  # where 16-bit products are slow
+        if (
+            x.dtype in (torch.float16, torch.bfloat16) and x.device.type == "cpu"
+        ):  # PyTorch's 16-bit matrix products are slow there
             return windowed(values, kernels, self.left).flatten(2)
         out = dynamic_convolution(by_head(values), by_head(kernels), self.left)
         return out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2)
@@ -162,7 +164,7 @@ class DecoderLayer(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """A table of vectors of variance 1 / width, that of the padding zero and without gradient."""
+    """An embedding with variance 1 / width; the padding's vector is zero and has no gradient."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__(vocabulary, width, padding_idx=PAD)
@@ -212,7 +214,7 @@ class Embed(nn.Module):
 
 
 class ScoreLinear(nn.Linear):
-    """States -> a score for each word, from a table that starts like an embedding and has no bias."""
+    """States -> a score per word; initialised like an embedding, without a bias."""
 
     def __init__(self, width: int, vocabulary: int) -> None:
         super().__init__(width, vocabulary, bias=False)
@@ -237,7 +239,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Target ids (N, T), each before the one to be predicted, and the memory -> scores (N, T, vocabulary)."""
+    """Target ids (N, T), shifted right, and the memory -> scores (N, T, vocabulary)."""
 
     def __init__(self, settings: Settings, positions: Positions) -> None:
         super().__init__()

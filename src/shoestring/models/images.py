@@ -12,13 +12,13 @@ from .resnet import ResNet18
 from .vit import VisionTransformer
 from .wrn import WideResNet
 
-MOST_BATCH_BYTES = 10**9  # the random batch is real, even where the model is not
+MOST_BATCH_BYTES = 10**9  # the random batch has memory, even if the model has none
 CONVNET_SGD = SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
 VIT_ADAM = Adam(lr=1e-3, weight_decay=0.05, decoupled=True)
 
 
 def wide_resnet(depth: int, width: float) -> Callable[..., Task]:
-    """Depth and width -> what makes the task of that WideResNet on images of CIFAR-10's shape."""
+    """Depth and width -> a function that makes the task of that WideResNet on images of CIFAR-10's shape."""
 
     def make(generator: torch.Generator, batch: int = 100, classes: int = 10, image: int = 32) -> Task:
         images = random_images(generator, batch, classes, image)

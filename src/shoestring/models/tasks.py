@@ -32,13 +32,13 @@ def builtin(
     """A built-in task by name: `builtin("wrn-28-2", batch=100)`, `builtin("dynamicconv-iwslt", tokens=4000)`.
 
     `device="meta"` gives a model without memory, for profiles of models too big to build; its batch is on the
-    CPU, and `materialise(task.model, seed=seed)` gives it the very weights that `device="cpu"` would have.
+    CPU, and `materialise(task.model, seed=seed)` gives it the weights that `device="cpu"` would have.
     """
     check_count("seed", seed, 2**63 - 1, least=0)
     device, make = usable_device(device), find(name)
     options |= {key: value for key, value in (("batch", batch), ("tokens", tokens)) if value is not None}
     check_options(name, make, options)
-    # Their losses are means over images or target tokens, which on the meta device nobody could find out.
+    # Their losses are means over images or target tokens, which could not be checked on the meta device.
     task = make(torch.Generator().manual_seed(seed), **options).with_(name=name, microbatches=True)
     if device.type == "meta":
         return task
@@ -56,14 +56,14 @@ def find(name: str) -> Callable[..., Task]:
 
 
 def check_options(name: str, make: Callable[..., Task], options: dict[str, Any]) -> None:
-    """Raises where `make` does not take one of the options."""
+    """Raises if `make` does not take one of the options."""
     known = list(inspect.signature(make).parameters)[1:]  # the generator is not an option
     if unknown := sorted(set(options) - set(known)):
         raise ShoestringError(f"{name} has no option {unknown[0]!r}: it takes {', '.join(known)}")
 
 
 def usable_device(device: str | torch.device) -> torch.device:
-    """The device by that name, if a tensor can be made on it."""
+    """The device of that name, if a tensor can be created on it."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -12,7 +12,7 @@ from .build import check_count, on_meta
 from .dynamicconv import DynamicConvTransformer, Settings
 
 MOST_TOKENS = 10**6
-USUAL_LENGTHS = (20, 30)  # a batch holds sentences of like length; IWSLT'14's have about 25 tokens on average
+USUAL_LENGTHS = (20, 30)  # a batch holds sentences of similar length; IWSLT'14's have about 25 tokens on average
 LABEL_SMOOTHING = 0.1
 TRANSLATION_ADAM = Adam(lr=5e-4, betas=(0.9, 0.98), weight_decay=1e-4)
 
@@ -44,7 +44,7 @@ def dynamicconv_iwslt(
 
 
 def random_pairs(generator: torch.Generator, tokens: int, lengths: tuple[int, int], settings: Settings) -> Pairs:
-    """Sentence pairs of (shortest, longest) `lengths`; the last target is cut to make `tokens` in all."""
+    """Sentence pairs of (shortest, longest) `lengths`; the last target is cut so that there are `tokens` in total."""
     shortest, longest = lengths
     drawn = torch.randint(shortest, longest + 1, (2, math.ceil(tokens / shortest)), generator=generator)
     targets = drawn[0].cumsum(0).clamp(max=tokens).diff(prepend=torch.zeros(1, dtype=torch.int64))
@@ -63,7 +63,7 @@ def random_sentences(generator: torch.Generator, lengths: Tensor, vocabulary: in
 
 
 def shift_right(target: Tensor) -> Tensor:
-    """Target ids (N, T) -> what the decoder has read when it predicts each: EOS, then all but the last."""
+    """Target ids (N, T) -> the decoder's input, shifted right: EOS, then all but the last."""
     shifted = target.roll(1, dims=1)
     shifted[:, 0] = EOS
     return shifted.masked_fill(target == PAD, PAD)
@@ -79,5 +79,5 @@ def translation_loss(model: nn.Module, batch: Pairs) -> Tensor:
 
 
 def count_target_tokens(batch: Pairs) -> int:
-    """The target tokens of a batch that are not padding."""
+    """The number of target tokens of a batch that are not padding."""
     return int((batch[2] != PAD).sum())

@@ -28,9 +28,9 @@ class Block(nn.Module):
 
 
 def identity_shortcut(x: Tensor, channels: int, stride: int) -> Tensor:
-    """Maps (N, C, H, W) -> every `stride`-th pixel of them, with zero maps added up to `channels`.
+    """Feature maps (N, C, H, W) -> every `stride`-th pixel, padded with zero maps up to `channels`.
 
-    Where a narrow network has fewer channels than its stem, the surplus ones are left out.
+    If a narrow network has fewer channels than its stem, the surplus ones are dropped.
     """
     x = x[:, :, ::stride, ::stride]
     extra = channels - x.shape[1]
@@ -40,7 +40,7 @@ def identity_shortcut(x: Tensor, channels: int, stride: int) -> Tensor:
 class WideResNet(nn.Module):
     """Images (N, 3, H, W) -> class scores (N, classes); `depth` is 6n + 4 for n blocks in each of 3 groups.
 
-    The groups have 16, 32 and 64 times `width` channels, rounded where the width is a fraction.
+    The groups have 16, 32 and 64 times `width` channels, rounded if the width is a fraction.
     """
 
     def __init__(self, depth: int, width: float, classes: int = 10) -> None:

@@ -1,4 +1,4 @@
-"""The paper's counting rules as a calculator."""
+"""The counting rules of Sohoni et al. (arXiv 1904.10631) as a calculator."""
 
 from .profile import PaperProfile, paper_profile
 

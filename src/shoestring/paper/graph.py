@@ -1,4 +1,4 @@
-"""The graph that the paper's rules are applied to: operations in forward order and what each needs again."""
+"""The graph that the paper's rules apply to: operations in forward order and what each saves for backward."""
 
 import heapq
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that a backward pass may need, made by `node`; `bits` an element, or None: the precision's."""
+    """A tensor that a backward pass may need, made by `node`; `bits` per element, or None: the precision's."""
 
     node: int
     what: str
@@ -19,20 +19,20 @@ class Kept:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation. Sizes and FLOPs are those of the traced batch; `inputs` are places of earlier nodes."""
+    """One operation. Sizes and FLOPs are those of the traced batch; `inputs` are indices of earlier nodes."""
 
     path: str
     operation: str
     inputs: tuple[int, ...]
     elements: int
     block: str = ""  # the element of a list of modules that it belongs to
-    bits: int | None = None  # of an element of its output, where the precision does not tell
+    bits: int | None = None  # per element of its output, if not the precision's
     needs: tuple[Kept, ...] = ()  # what its backward pass reads
     parameters: tuple[str, ...] = ()
     forward_flops: int = 0
     backward_flops: int = 0
     again_flops: int = 0  # of a second forward pass that has the first one's statistics
-    moves: bool = False  # computes nothing: views, padding, every second pixel
+    moves: bool = False  # moves elements without arithmetic: views, padding, every second pixel
     not_padding: int | None = None  # of a move's elements
     shares_gradient: bool = False  # its inputs' gradient is its output's, the same tensor: an addition
     normalises: bool = False
@@ -71,7 +71,7 @@ class Graph:
 
     @cached_property
     def cheap(self) -> frozenset[int]:
-        """Normalisations and the ReLUs that follow them: what no-bn and residual-m* redo on the fly."""
+        """Normalisations and the ReLUs that follow them: what no-bn and residual-m* recompute on the fly."""
         cheap: set[int] = set()
         for place, node in enumerate(self.nodes):
             if node.normalises or (node.operation == "relu" and node.inputs[0] in cheap):
@@ -93,7 +93,7 @@ class Graph:
         return tuple((fork, end) for end, fork in blocks.items())
 
     def _fork(self, ends: tuple[int, ...]) -> int | None:
-        """The latest node that both `ends` come from; None where there is none, or it is the batch."""
+        """The latest node that both `ends` come from; None if there is none, or it is the batch."""
         if len(ends) < 2:
             return None
         leads_to = {end: {end} for end in ends}
@@ -117,7 +117,7 @@ class Graph:
         return first
 
     def redo(self, wanted: Iterable[Kept], start: int) -> tuple[set[Kept], set[int]]:
-        """To make `wanted` again from values older than node `start` -> (those values, the nodes to run).
+        """To recompute `wanted` from values older than node `start` -> (those values, the nodes to run).
 
         Elements that were only moved come from the value that they were moved from.
         """

@@ -98,7 +98,7 @@ def paper_profile(
 
 
 def check(nonzero: float, precision: str) -> None:
-    """Raises where the settings are not among those that the rules know."""
+    """Raises if the rules do not know the settings."""
     if precision not in storage.BITS:
         raise ShoestringError(f"the paper's rules have no precision {precision!r}: use fp32 or fp16")
     if not isinstance(nonzero, int | float) or not 0 < nonzero <= 100:
@@ -114,7 +114,7 @@ class Sizes(NamedTuple):
 
 
 def sized(model: str | Task, batch: int | None, tokens: int | None, microbatch: int | None) -> Sizes:
-    """A model and what was asked for -> the sizes of the step; those of the model's own batch by default."""
+    """A model and the requested sizes -> the sizes of the step; by default those of the model's own batch."""
     asked = {word: count for word, count in (("batch", batch), ("tokens", tokens)) if count is not None}
     for word, count in asked.items():
         check_count(word, count, MOST_ITEMS)

@@ -1,14 +1,14 @@
-"""What each operation needs again in its backward pass, and its FLOPs, as the paper counts them (rule 1).
+"""What each operation saves for its backward pass, and its FLOPs, as the paper counts them (rule 1).
 
-Operations that only reshape need nothing. For the Transformer the count follows what PyTorch 1.0 stored:
-layer norm keeps its input and the normalised values, dropout a byte an element, attention its weights before
+Operations that only reshape save nothing. For the Transformer the count follows what PyTorch 1.0 stored:
+layer norm saves its input and the normalised values, dropout a byte per element, attention its weights before
 and after dropout.
 
 FLOPs: a multiplication and an addition are two. The backward pass of a product costs as much as the forward
 pass for each factor that has a gradient. An element of a normalisation costs 8 forward (mean 1, variance 3,
-normalise 2, scale and shift 2), 9 backward (normalise again 2, sums for the shift 1 and the scale 2, the
-input's gradient 4), and 2 when run again with saved statistics, which fold into one scale and one shift.
-Where a value has several readers, their gradients are added (`sweep.count_flops`).
+normalise 2, scale and shift 2), 9 backward (normalise once more 2, sums for the shift 1 and the scale 2, the
+input's gradient 4), and 2 when recomputed with saved statistics, which fold into one scale and one shift.
+If a value has several readers, their gradients are added (`sweep.count_flops`).
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Call:
         return node.output(place)
 
     def own(self, what: str, elements: int, bits: int | None = None) -> Kept:
-        """A tensor that the operation itself makes and keeps."""
+        """A tensor that the operation itself makes and saves."""
         return Kept(self.place, what, elements, bits)
 
     def node(
@@ -113,12 +113,12 @@ def layer_norm(call: Call) -> Node:
 
 
 def relu(call: Call) -> Node:
-    """ReLU keeps a bit an element, in addition to the next layer's input."""
+    """ReLU saves a bit per element, in addition to the next layer's input."""
     return call.node("relu", (call.own("mask", call.size, bits=1),), call.size, call.size)
 
 
 def dropout(call: Call) -> Node:
-    """Dropout keeps a byte an element; where it is off it does nothing."""
+    """Dropout saves a byte per element; when off it does nothing."""
     if not call.argument(1, "p", 0.5) or not call.argument(2, "training", True):
         return move(call)
     return call.node("dropout", (call.own("mask", call.size, bits=8),), call.size, call.size)

@@ -1,16 +1,16 @@
-"""Checkpoint strategies: a graph -> how long each forward value stays, and which nodes are run again.
+"""Activation checkpointing strategies: a graph -> how long each forward value stays, and which nodes are recomputed.
 
 x is a residual block's input, h the output of a convolution inside it, r a normalised value after its ReLU.
 
     none         everything stays
-    no-bn        x and h stay; r is made again, on the fly, where the backward pass needs it
-    every-M      every M-th node's input stays (a node: an operation that needs something again); the nodes
-                 between are run again, and what they need stays while the backward pass is among them
-    residual-M   the same with every M-th block's output; what comes after the last block is not run again
-    residual-M*  as residual-M, but on entering the M blocks only their inputs are made again; then, block by
-                 block from the last, h is made again and stays while in the block, r is made on the fly
+    no-bn        x and h stay; r is recomputed on the fly when the backward pass needs it
+    every-M      every M-th node's input stays (a node: an operation that saves something); the nodes between
+                 are recomputed, and what they save stays while the backward pass is among them
+    residual-M   the same with every M-th block's output; what comes after the last block is not recomputed
+    residual-M*  as residual-M, but on entering the M blocks only their inputs are recomputed; then, block by
+                 block from the last, h is recomputed and stays while in the block, r is recomputed on the fly
 
-Only what a backward pass needs is made again, so the last convolution before a cut never is.
+Only what a backward pass needs is recomputed, so the last convolution before a cut never is.
 """
 
 import re
@@ -73,7 +73,7 @@ def keep_no_normalised(graph: Graph) -> Schedule:
 
 
 def keep_every(graph: Graph, m: int) -> Schedule:
-    """every-m: cuts before nodes m, 2m, ... of those that need something; all are run again as they were."""
+    """every-m: cuts before nodes m, 2m, ... of those that need something; all are recomputed as they were."""
     needing = [place for place, node in enumerate(graph.nodes) if node.needs]
     cuts = (before_moves(graph, place) for place in needing[m - 1 :: m])
     plan = Schedule(saves_statistics=False)
@@ -132,7 +132,7 @@ def keep_residual_recursively(graph: Graph, m: int) -> Schedule:
 
 
 def keep_tail(graph: Graph, start: int, plan: Schedule) -> None:
-    """What follows the last block is not run again: the backward pass starts there, with all at hand."""
+    """What follows the last block is not recomputed: the backward pass starts there, with everything in memory."""
     at_hand = {stay.kept for stay in plan.stays if stay.since == graph.end}
     plan.keep(graph.needs(start, graph.end), since=graph.end, known=at_hand)
 

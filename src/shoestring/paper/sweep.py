@@ -1,4 +1,4 @@
-"""The backward pass, node by node: what is there at each, where most is there (rule 2), and FLOPs."""
+"""The backward pass, node by node: what is in memory at each, where the peak is (rule 2), and FLOPs."""
 
 import math
 from collections import Counter, defaultdict
@@ -21,7 +21,7 @@ def write_weights(ledger: Ledger, task: Task, graph: Graph, nonzero: float, prec
 
 
 def write_activations(ledger: Ledger, graph: Graph, plan: Schedule, items: int, bits: int) -> Peak:
-    """Writes what is there at each node of the backward pass into the ledger -> the peak (rule 2)."""
+    """Writes what is in memory at each node of the backward pass into the ledger -> the peak (rule 2)."""
     arriving: dict[int, list[Stay]] = defaultdict(list)
     leaving: dict[int, list[int]] = defaultdict(list)
     for stay in sorted([*plan.stays, *gradients(graph)], key=lambda stay: stay.kept.node):
@@ -87,7 +87,7 @@ def gradients(graph: Graph) -> list[Stay]:
 
 
 def count_flops(graph: Graph, plan: Schedule, items: int) -> dict[str, float]:
-    """FLOPs of a step over `items`; where a value has several readers, their gradients are added."""
+    """FLOPs of a step over `items`; if a value has several readers, their gradients are added."""
     readers = Counter(earlier for node in graph.nodes for earlier in node.inputs)
     values = ((graph.nodes[place], count) for place, count in readers.items())
     sums = sum((count - 1) * node.elements for node, count in values if node.differentiable)

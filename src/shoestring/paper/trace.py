@@ -36,7 +36,7 @@ def trace(task: Task) -> Graph:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes a node down for each torch function that is called on what comes from the batch."""
+    """Records a node for each torch function that is called on something that comes from the batch."""
 
     def __init__(self, model: nn.Module, paths: list[str]) -> None:
         super().__init__()

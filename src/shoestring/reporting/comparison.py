@@ -28,7 +28,7 @@ _LABELS = {"bytes": "", "workspace": "workspace ", "peak": "both "}
 
 
 def comparison_table(rows: Sequence[Comparison]) -> str:
-    """Rows -> a Markdown table whose columns also align in a terminal; what no row knows has no column."""
+    """Rows -> a Markdown table whose columns also align in a terminal; a figure that no row has gets no column."""
     known = [part for part in _LABELS if any(_pair(row, part)[1] is not None for row in rows)]
     header = ["model", *(word for part in known for word in (f"{_LABELS[part]}predicted", "measured", "error"))]
     cells = [[row.name, *(cell for part in known for cell in _cells(*_pair(row, part)))] for row in rows]
@@ -42,7 +42,7 @@ def _pair(row: Comparison, part: str) -> tuple[int | None, int | None]:
 
 
 def _cells(predicted: int | None, measured: int | None) -> list[str]:
-    """Two sizes -> themselves and the relative error, in words; unknown is left empty."""
+    """Two sizes -> both and the relative error as text; empty if unknown."""
     if predicted is None or measured is None:
         return ["", "", ""]
     error = f"{predicted / measured - 1:+.3%}" if measured else ""

@@ -78,7 +78,7 @@ def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, mea
 
 
 def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float = 0.01) -> None:
-    """Rows -> predicted and measured peaks side by side, and the errors against the promised band."""
+    """Rows -> predicted and measured peaks side by side, and the errors within the promised band."""
     names = 0.2 + 0.07 * max(len(row.name.strip()) for row in rows)  # inches that the longest name takes
     width = names + 7.9
     with figure_file(path, width, 0.9 + 0.32 * len(rows)) as figure:
@@ -91,7 +91,7 @@ def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float 
 
 @contextmanager
 def figure_file(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
-    """A figure in our style, saved as `path` in the end."""
+    """A figure in our style, saved to `path` at the end."""
     require_plot()
     if Path(path).suffix.lower() not in SUFFIXES:
         raise ShoestringError(f"{str(path)!r} must end in {', '.join(SUFFIXES)}")
@@ -109,7 +109,7 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator["Figu
 
 
 def require_plot() -> None:
-    """Refuses, with the command that helps, where matplotlib is missing."""
+    """Raises, with the command that helps, if matplotlib is missing."""
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
@@ -135,7 +135,7 @@ def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
 
 
 def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: int) -> None:
-    """Writes a category's name where its area has most room for it, if it has any."""
+    """Writes a category's name where its area has the most room, if it has enough."""
     label, colour = look(kind).label, look(kind).colour
     width = max(1, round(len(floor) * 0.0155 * len(label)))
     middle = (len(floor) - width) // 2
@@ -176,7 +176,7 @@ def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any]) -> None:
 
 
 def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) -> None:
-    """One run of two: its total as a filled line, its name and peak written at the peak."""
+    """One of two runs: its total as a filled line, its name and peak written at the peak."""
     places = [column / len(steps.totals) for column in range(len(steps.totals))]
     axes.fill_between(places, steps.totals, step="post", color=colour, alpha=0.25, lw=0)
     axes.step(places, steps.totals, where="post", color=colour, lw=1.2)
@@ -264,6 +264,6 @@ def _rows_axis(axes: "Axes", rows: int) -> None:
 
 
 def _round_bytes(size: float) -> str:
-    """A tick's bytes -> words without needless digits: "50 MB"."""
+    """A tick's bytes -> text without needless digits: "50 MB"."""
     value, unit = format_bytes(size).split(" ")
     return f"{float(value):g} {unit}"

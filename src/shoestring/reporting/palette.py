@@ -1,4 +1,4 @@
-"""How a kind of bytes looks wherever it is shown: its words, its colour, and its place in a stack.
+"""How each category of bytes is shown everywhere: its label, its colour, and its place in a stack.
 
 Blue is what grows with the model, amber and rust what grows with the batch. Neighbours in the stack differ in
 lightness, so that a print in grey can still be read, and all are seen on a dark terminal.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Look:
-    """The words and the colour of one kind of bytes."""
+    """The label and the colour of a category."""
 
     label: str
     colour: str
@@ -36,17 +36,17 @@ ACCENT = "#0b7a75"  # the second of two things that are compared
 
 
 def look(kind: str) -> Look:
-    """The name of a category -> how it looks; a name that is not known is shown as it is, in grey."""
+    """The name of a category -> its look; an unknown name is shown as it is, in grey."""
     return LOOKS.get(kind, Look(kind.replace("_", " "), MUTED))
 
 
 def in_order(sizes: dict[str, int]) -> dict[str, int]:
-    """Bytes by category -> the same in the order of the stack, without those that are nothing."""
+    """Bytes by category -> the same in the order of the stack, without zeros."""
     return {kind: sizes[kind] for kind in sort_kinds(kind for kind in sizes if sizes[kind])}
 
 
 def sort_kinds(kinds: Iterable[str]) -> list[str]:
-    """Categories -> the same in the order of the stack; those that are not known come last."""
+    """Categories -> the same in the order of the stack; unknown ones come last."""
     return sorted(kinds, key=lambda kind: _RANK.get(kind, len(_RANK)))
 
 

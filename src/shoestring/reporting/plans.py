@@ -10,7 +10,7 @@ from ..units import format_bytes
 
 
 def show_plan(console: Console, plan: Plan, explain: bool = False) -> None:
-    """Prints a plan that the planner made; to `explain` it is to say what was left out as well."""
+    """Prints a plan that the planner made; with `explain`, also what was left out and why."""
     flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in plan.techniques().items())
     peak, budget = plan.predicted_peak_bytes or 0, plan.budget_bytes or 0
     console.print(f"{plan.task}: {flags or 'no technique is needed'}", highlight=False)
@@ -40,7 +40,7 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def left_out(plan: Plan) -> list[str]:
-    """What the planner left out, and why, a line a reason."""
+    """What the planner left out and why, one line per reason."""
     if not plan.left_out:
         return ["nothing was left out"]
     return ["left out:", *(f"  - {'; '.join(row['options'])}: {row['reason']}" for row in plan.left_out)]

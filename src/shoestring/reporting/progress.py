@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, one line elsewhere, nothing if it is soon done."""
+"""Progress of a long computation: a bar on a terminal, one line elsewhere, nothing if it is quick."""
 
 import sys
 import time
@@ -14,8 +14,8 @@ PATIENCE_SECONDS = 1.0
 
 @contextmanager
 def steps(title: str) -> Iterator[Callable[[str], None]]:
-    """What is being done -> `tell(words)`, to be called with each step of it: a line that changes on a terminal, and
-    lines elsewhere, from when it is not soon done; words go to stderr."""
+    """A title -> `tell(words)`, to be called at each step: a status line on a terminal, and lines elsewhere once it
+    takes longer than PATIENCE_SECONDS; all on stderr."""
     console, start = Console(file=sys.stderr), time.monotonic()
     told = 0
     with ExitStack() as stack:
@@ -36,7 +36,7 @@ def steps(title: str) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """What is being done -> `advance(done, total)`, to be called as it goes on; words go to stderr."""
+    """A title -> `advance(done, total)`, to be called along the way; output goes to stderr."""
     console, start = Console(file=sys.stderr), time.monotonic()
     bar = Progress(console=console, transient=True)
     task = bar.add_task(title, total=None)

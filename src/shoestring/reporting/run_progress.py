@@ -12,11 +12,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from ..training.events import Evaluated, Event, Listener, Replanned, Updated
 from ..units import format_bytes
 
-LINE_SECONDS = 10.0  # between two plain lines, but for evaluations
+LINE_SECONDS = 10.0  # between two plain lines, except for evaluations
 
 
 class Words:
-    """What is known of a run so far, as words."""
+    """The state of a run so far, in words."""
 
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
@@ -51,7 +51,7 @@ class Lines:
 
     def __init__(self, file: TextIO, budget_bytes: int | None) -> None:
         self.file, self.words = file, Words(budget_bytes)
-        self.first: tuple[int, float] | None = None  # an update and when it was done, to tell the pace
+        self.first: tuple[int, float] | None = None  # an update and its time, to estimate the pace
         self.told = time.monotonic()
 
     def __call__(self, event: Event) -> None:
@@ -61,7 +61,9 @@ class Lines:
             self.first = event.update, now
         if isinstance(event, Replanned):
             words = ", ".join(f"{name} {value}" for name, value in event.techniques.items())
-            line = f"a step needs {format_bytes(event.used_bytes)}: going on from update {event.update:,} with {words}"
+            line = (
+                f"a step needs {format_bytes(event.used_bytes)}: continuing from update {event.update:,} with {words}"
+            )
             print(line, file=self.file, flush=True)
         if isinstance(event, Evaluated) or (isinstance(event, Updated) and now - self.told > LINE_SECONDS):
             self.told = now
@@ -104,7 +106,7 @@ class Bar:
 
 @contextmanager
 def run_progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[Listener]:
-    """Where words go, and the budget -> a listener that shows how far the run is."""
+    """An output stream and the budget -> a listener that shows the run's progress."""
     console = Console(file=file)
     if not console.is_terminal:
         yield Lines(file, budget_bytes)

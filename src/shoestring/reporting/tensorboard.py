@@ -11,7 +11,7 @@ from ..training.events import Evaluated, Event, Listener, Updated
 
 @contextmanager
 def tensorboard(folder: Path) -> Iterator[Listener]:
-    """A folder -> a listener that writes there; what lies after the update of a resume is hidden."""
+    """A folder -> a listener that writes there; events after the update from which a run resumes are hidden."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:

@@ -1,4 +1,4 @@
-"""A profile's JSON (and its ledger, where there is one) -> the page that `shoestring profile` prints.
+"""A profile's JSON (and its ledger, if there is one) -> the page that `shoestring profile` prints.
 
 Rows are cut to the width, never wrapped. On a terminal the bars have colours; elsewhere all is plain text.
 """
@@ -37,11 +37,11 @@ class Page:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich would end the program itself, and with another code
+        raise  # rich would exit by itself, with another code
 
 
 def make_console(**settings: Any) -> Console:
-    """A console for our pages: what users name their layers is never taken for markup."""
+    """A console for our pages: names of layers are never interpreted as markup."""
     return _Console(highlight=False, markup=False, emoji=False, **settings)
 
 
@@ -75,7 +75,7 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
 
 # -- the parts of the page --------------------------------------------------------------------------------
 def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
-    """The task, the rules and the settings; a second line where they do not fit one."""
+    """The task, the rules and the settings; on two lines if they do not fit on one."""
     settings = [f"{name}\u00a0{value}" for name, value in data["settings"].items()]
     words = page.dot.join([data["task"], f"{data['rules']}\u00a0rules", *settings])
     for line in textwrap.wrap(words, page.width):
@@ -130,7 +130,7 @@ def _chart(ledger: Ledger, page: Page) -> Iterator[Text]:
 
 
 def _ruler(steps: Timeline) -> str:
-    """The names of the phases under their columns, where they have room; with many pieces, their number."""
+    """The names of the phases under their columns, if they fit; with many microbatches, their number."""
     if steps.microbatches > 1:
         return f"{steps.microbatches} microbatches, then the update"
     rooms = [(f"|{span.phase}", span.end - span.first) for span in steps.spans]
@@ -150,7 +150,7 @@ def _heading(title: str, total: int, page: Page) -> Text:
 
 
 def _row(name: str, size: int, total: int, page: Page, style: str = "") -> Text:
-    """A name, its bytes and its share; a long name loses its front, for the end tells layers apart."""
+    """A name, its bytes and its share; a long name is cut at the front, because the end distinguishes layers."""
     if len(name) > page.name:
         name = page.cut + name[len(name) - page.name + len(page.cut) :]
     factor = _unit(total)[0]
@@ -161,7 +161,7 @@ def _row(name: str, size: int, total: int, page: Page, style: str = "") -> Text:
 
 
 def _unit(total: int) -> tuple[int, str]:
-    """The one unit in which a page gives sizes, so that their points align."""
+    """The one unit of all sizes on a page, so that decimal points align."""
     if total >= 10**11:
         return 10**9, "GB"
     return (10**6, "MB") if total >= 10**6 else (10**3, "KB") if total >= 10**3 else (1, "B")
@@ -178,5 +178,5 @@ def _bar(kinds: dict[str, int], full: int, width: int, page: Page) -> Text:
 
 
 def _eighth(part: float) -> int:
-    """A part of a character cell -> the number of its eighths to fill."""
+    """A fraction of a character cell -> the number of its eighths to fill."""
     return min(8, max(0, round(part * 8)))

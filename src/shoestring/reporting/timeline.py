@@ -29,7 +29,7 @@ class Timeline:
 
 
 def timeline(ledger: Ledger, most_columns: int, stretch: bool = False) -> Timeline:
-    """A ledger's last step in `most_columns` columns (fewer where it has fewer events, unless stretched).
+    """A ledger's last step in `most_columns` columns (fewer if it has fewer events, unless stretched).
 
     Each column shows its moment of most bytes, so that no peak is lost.
     """
@@ -49,7 +49,7 @@ def timeline(ledger: Ledger, most_columns: int, stretch: bool = False) -> Timeli
 
 
 def _phases(ledger: Ledger) -> list[Phase]:
-    """The phase at each event: that of the last birth. Recomputation is a part of the backward pass."""
+    """The phase at each event: that of the last birth. Recomputation is part of the backward pass."""
     born = {entry.born: entry.phase for entry in ledger.entries if entry.phase != Phase.BUILD}
     phases: list[Phase] = []
     now = Phase.BUILD

@@ -1,4 +1,4 @@
-"""Where the data of studies is, and what it is: folders by their usual names below one that the user names."""
+"""Finds the data of studies: folders by their usual names below one that the user gives, and their fingerprints."""
 
 import hashlib
 import os

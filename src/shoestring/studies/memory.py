@@ -20,8 +20,8 @@ _batches: dict[str, Any] = {}
 def memory(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """A built-in model, the sizes of its batch, a row's settings and plan -> bytes at the peak of a step.
 
-    `measured_bytes` is the heap's, building the model included, the batch not; `predicted_bytes` counts the same, but
-    for Python's objects. `rules_bytes` is None where the paper has no rule, with the reason in `notes`.
+    `measured_bytes` is the heap's, building the model included, the batch not; `predicted_bytes` counts the same
+    except Python's objects. `rules_bytes` is None if the paper has no rule, with the reason in `notes`.
     """
     found: dict[str, Any] = {"notes": {}}
     try:
@@ -58,7 +58,7 @@ def _only(values: dict[str, Any], *names: str) -> dict[str, Any]:
 def steps(model: str, sizes: dict[str, int], techniques: dict[str, Any], count: int = 2) -> LeanTask:
     """Builds a model straight into its lean form and runs `count` updates: what the heap meter measures.
 
-    In FP16 it goes on until an update was made: the first ones may be skipped, and leave no optimizer state.
+    In FP16 it continues until an update was made: the first ones may be skipped, and leave no optimizer state.
     """
     task = builtin(model, device="meta", **sizes)
     # The batch is made in the warm-up and stays: data is not the training's memory.

@@ -1,4 +1,4 @@
-"""The settings of a study's row -> a plan and a model: the words of studies beside those of plans."""
+"""The settings of a study's row -> a plan and a model: translates the words of studies into those of plans."""
 
 from collections.abc import Mapping
 from typing import Any

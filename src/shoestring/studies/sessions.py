@@ -1,4 +1,4 @@
-"""A training job -> all that training takes: the lean task, its data and its evaluation."""
+"""A study's training job -> the session that trains it: the lean task, its data and its evaluation."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -24,7 +24,7 @@ epochs = 10
 image = 16
 seeds = [0]
 
-[[claims]]                         # what the paper says of it, and how that is judged (claims.py)
+[[claims]]                         # what the paper says about it, and how that is judged (results.py)
 claim = "30% nonzeros cost 0.42 points"
 metric = "accuracy"
 row = "30%, 10"
@@ -84,7 +84,7 @@ _CLAIM: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A setting of the study and what the paper printed for it; `seeds` where it has other ones than its scale."""
+    """A setting of the study and what the paper printed for it; `seeds` if they are not its scale's."""
 
     label: str
     settings: dict[str, Any]
@@ -126,19 +126,19 @@ class Study:
     claims: tuple[dict[str, Any], ...] = ()
 
     def scale(self, name: str) -> Scale | None:
-        """The entry of a scale; None for `memory`, and where the study is not trained at it."""
+        """The entry of a scale; None for `memory`, and if the study is not trained at that scale."""
         if name not in SCALES:
             raise ShoestringError(f"there is no scale {name!r}: use {', '.join(SCALES)}")
         return self.scales.get(name)
 
 
 def names() -> list[str]:
-    """The studies that there are."""
+    """The names of all studies."""
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load(name: str) -> Study:
-    """A study by its name, or by the path of a TOML file of one's own."""
+    """A study by its name, or by the path of a TOML file."""
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         raise ShoestringError(f"there is no study {name!r}: use one of {', '.join(names())}, or a .toml file")

@@ -1,4 +1,4 @@
-"""What a page shows, as plain data -> one HTML file with its style, its script and its data inside."""
+"""The data of a page -> one HTML file with its style, its script and its data inside."""
 
 import html
 import json
@@ -34,13 +34,13 @@ def page_html(data: dict[str, Any]) -> str:
 
 
 def embedded(data: Any) -> str:
-    """Data -> JSON that no HTML parser sees the end of: `<` is written as an escape, as are & and >."""
+    """Data -> JSON that is safe inside HTML: `<`, `&` and `>` are escaped."""
     text = json.dumps(_cleaned(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _cleaned(value: Any) -> Any:
-    """The same without what JSON has no word for (infinities, NaN) and without endless texts."""
+    """The same without what JSON cannot express (infinities, NaN), and with long texts cut."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, str):

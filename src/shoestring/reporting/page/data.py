@@ -1,4 +1,4 @@
-"""What a page shows, as plain data: from a run folder, whatever state it is in, or from a study's report."""
+"""The data of a page: from a run folder, whatever state it is in, or from a study's report."""
 
 import json
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def page_data(title: str, runs: Iterable[dict[str, Any]] = (), study: dict[str, 
 
 
 def run_data(path: Path) -> dict[str, Any]:
-    """A run folder -> its part of a page; what is missing or damaged is said in `notes`, and refuses nothing."""
+    """A run folder -> its part of a page; anything missing or damaged is mentioned in `notes` and is no error."""
     folder = RunFolder(path)
     notes: list[str] = []
     if not any(part.exists() for part in (folder.record_path, folder.plan_path, folder.log.path)):
@@ -75,7 +75,7 @@ def _plan(folder: RunFolder, notes: list[str]) -> Plan | None:
 
 
 def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of a log that can be read; a process that was killed may have left a half one."""
+    """The readable lines of a log; a killed process may have left half a line."""
     try:
         texts = path.read_bytes().splitlines()
     except OSError:
@@ -131,7 +131,7 @@ def _series(lines: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
 
 
 def thinned(points: list[tuple[int, float]], most: int = POINTS) -> list[dict[str, float]]:
-    """Points -> at most so many: each the last place, the mean, and the range of its neighbours."""
+    """Points -> at most `most` of them: each has the last place, the mean and the range of its neighbours."""
     count = min(most, len(points))
     edges = [place * len(points) // count for place in range(count + 1)] if count else []
     rows = []
