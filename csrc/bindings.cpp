@@ -12,6 +12,8 @@ void bind_sparse_embedding(nb::module_&);
 void bind_conv(nb::module_&);
 void bind_conv_weight(nb::module_&);
 void bind_dynamic_convolution(nb::module_&);
+void bind_pooling(nb::module_&);
+void bind_quantise(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -34,4 +36,6 @@ NB_MODULE(CORE_NAME, m) {
   bind_conv(m);
   bind_conv_weight(m);
   bind_dynamic_convolution(m);
+  bind_pooling(m);
+  bind_quantise(m);
 }

@@ -1,0 +1,133 @@
+// Averages of k x k pixels, and what the weight gradient of a convolution needs of them: with x known only as its block
+// averages p, x[y, x] = p[y / k, x / k], the sum over pixels becomes one over blocks,
+//
+//   dW[o, c, u, v] = sum over n, a, b of G[o, u, v][n, a, b] p[n, c, a, b]
+//   G[o, u, v][n, a, b] = sum of grad[n, o, i, j] over the output pixels whose tap (u, v) reads block (a, b)
+//
+// which is a matrix product with 1 / k^2 of the multiply-adds. `block_sums` makes G.
+#include "core.h"
+#include "vector.h"
+
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <vector>
+
+struct Plane {  // a map in memory: [height, width, inner]; inner is 1, or the channels of a channels_last map
+  int64_t height, width, inner;
+};
+
+static inline int64_t ceil_div(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
+
+template <class T>
+static void add_row(const T* row, int64_t count, float* sums) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(sums + i, load(sums + i) + load(row + i));
+  if (i < count) store_part(sums + i, load_part(sums + i, count - i) + load_part(row + i, count - i), count - i);
+}
+
+template <class T>
+static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
+  const int64_t high = ceil_div(in.height, k), wide = ceil_div(in.width, k), line = in.width * in.inner;
+  float* averages = sums + line;
+  for (int64_t a = 0; a < high; ++a) {
+    const int64_t rows = std::min(k, in.height - a * k);
+    std::fill(sums, sums + line, 0.0f);
+    for (int64_t r = 0; r < rows; ++r) add_row(x + (a * k + r) * line, line, sums);
+    for (int64_t b = 0; b < wide; ++b) {
+      const int64_t columns = std::min(k, in.width - b * k);
+      const float share = 1.0f / static_cast<float>(rows * columns);
+      for (int64_t c = 0; c < in.inner; ++c) {
+        float sum = 0;
+        for (int64_t t = 0; t < columns; ++t) sum += sums[(b * k + t) * in.inner + c];
+        averages[b * in.inner + c] = sum * share;
+      }
+    }
+    const int64_t count = wide * in.inner;
+    for (int64_t i = 0; i < count; i += LANES) {
+      const int lanes = static_cast<int>(std::min<int64_t>(LANES, count - i));
+      store_part(out + a * count + i, load_part(averages + i, lanes), lanes);
+    }
+  }
+}
+
+// `scratch`: for each thread, the floats of a row of x and of a row of averages.
+static void pool(Address x, int code, int64_t planes, int64_t height, int64_t width, int64_t inner, int64_t k,
+                 Address out, Address scratch, int threads) {
+  const Plane in{height, width, inner};
+  const int64_t wide = ceil_div(width, k), pooled = ceil_div(height, k) * wide * inner;
+  with_storage(code, [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t p = 0; p < planes; ++p) {
+      float* own = at<float>(scratch) + omp_get_thread_num() * (width + wide) * inner;
+      pool_plane(at<T>(x) + p * height * width * inner, in, k, at<T>(out) + p * pooled, own);
+    }
+  });
+}
+
+struct Taps {  // of a convolution along one axis
+  int64_t kernel, stride, padding, dilation;
+  int64_t first(int64_t tap) const { return tap * dilation - padding; }  // the pixel that output 0 reads
+};
+
+// The outputs whose tap reads a pixel of [from, to).
+static inline void outputs(const Taps& taps, int64_t tap, int64_t from, int64_t to, int64_t most, int64_t* range) {
+  range[0] = std::min(most, std::max<int64_t>(0, ceil_div(from - taps.first(tap), taps.stride)));
+  range[1] = std::max(range[0], std::min(most, ceil_div(to - taps.first(tap), taps.stride)));
+}
+
+struct Sizes {
+  int64_t samples, channels, first, count;  // of the gradient; [first, first + count) of its channels are read
+  int64_t out_height, out_width, height, width, k;
+  Taps rows, columns;
+};
+
+// One channel of one sample: sums[u][v][a][b], `stride` floats from one tap to the next.
+template <class T>
+static void sum_blocks(const T* grad, const Sizes& s, float* lines, float* sums, int64_t stride) {
+  const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k);
+  for (int64_t u = 0; u < s.rows.kernel; ++u) {
+    for (int64_t a = 0; a < high; ++a) {
+      int64_t i[2];
+      outputs(s.rows, u, a * s.k, std::min(s.height, (a + 1) * s.k), s.out_height, i);
+      std::fill(lines, lines + s.out_width, 0.0f);
+      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, lines);
+      for (int64_t v = 0; v < s.columns.kernel; ++v) {
+        float* out = sums + (u * s.columns.kernel + v) * stride + a * wide;
+        for (int64_t b = 0; b < wide; ++b) {
+          int64_t j[2];
+          outputs(s.columns, v, b * s.k, std::min(s.width, (b + 1) * s.k), s.out_width, j);
+          float sum = 0;
+          for (int64_t column = j[0]; column < j[1]; ++column) sum += lines[column];
+          out[b] = sum;
+        }
+      }
+    }
+  }
+}
+
+// out [count taps, samples blocks]; `scratch`: for each thread the floats of a row of the gradient.
+static void block_sums(Address grad, int code, const std::vector<int64_t>& sizes, Address out, Address scratch,
+                       int threads) {
+  const int64_t* z = sizes.data();
+  const Sizes s{z[0], z[1], z[2], z[3], z[4], z[5], z[6], z[7], z[8],
+                {z[9], z[11], z[13], z[15]}, {z[10], z[12], z[14], z[16]}};
+  const int64_t blocks = ceil_div(s.height, s.k) * ceil_div(s.width, s.k), taps = s.rows.kernel * s.columns.kernel;
+  const int64_t plane = s.out_height * s.out_width, stride = s.samples * blocks;
+  with_storage(code, [&](auto kind) {
+    using T = decltype(kind);
+#pragma omp parallel for collapse(2) num_threads(team(threads, s.samples * s.count * plane))
+    for (int64_t o = 0; o < s.count; ++o)
+      for (int64_t n = 0; n < s.samples; ++n) {
+        float* own = at<float>(scratch) + omp_get_thread_num() * s.out_width;
+        const T* from = at<T>(grad) + (n * s.channels + s.first + o) * plane;
+        sum_blocks(from, s, own, at<float>(out) + o * taps * stride + n * blocks, stride);
+      }
+  });
+}
+
+void bind_pooling(nb::module_& m) {
+  m.def("pool", &pool, Release());
+  m.def("block_sums", &block_sums, Release());
+}

@@ -1,0 +1,155 @@
+// Unbiased quantisation to 8, 4 or 2 bits, in groups of up to 256 elements of a row:
+//
+//   q = floor((x - low) / step + u),   step = (high - low) / (2^bits - 1),   u uniform in [0, 1)
+//
+// A group's low is its minimum rounded down to BF16, its high the maximum rounded up: these are what is stored, so
+// that low + q step is x on average, to the last digit. u has 16 bits of a counter-based generator: the numbers depend
+// on the key and the element's place only, not on threads. A group with a NaN or an infinity gets NaN for both.
+// Byte j of a group of B bytes holds the elements j, j + B, j + 2 B, ...: packing is shift and or of whole vectors.
+#include "core.h"
+#include "threefry.h"
+#include "vector.h"
+
+#include <algorithm>
+#include <cmath>
+
+constexpr int GROUP = 256;
+
+struct Rows {
+  int64_t rows, length;
+  int64_t groups() const { return (length + GROUP - 1) / GROUP; }
+  int count(int64_t group) const { return static_cast<int>(std::min<int64_t>(GROUP, length - group * GROUP)); }
+  int64_t row_bytes(int bits) const {
+    const int64_t whole = length / GROUP, rest = length % GROUP;
+    return whole * (GROUP * bits / 8) + (rest * bits + 7) / 8;
+  }
+};
+
+// The largest BF16 number that is not above x, and the smallest that is not below.
+static inline uint16_t bfloat_below(float x) {
+  const uint32_t bits = bits_of<uint32_t>(x), cut = bits & 0xffffu;
+  return static_cast<uint16_t>((bits >> 16) + (cut != 0 && (bits >> 31)));
+}
+static inline uint16_t bfloat_above(float x) {
+  const uint32_t bits = bits_of<uint32_t>(x), cut = bits & 0xffffu;
+  return static_cast<uint16_t>((bits >> 16) + (cut != 0 && !(bits >> 31)));
+}
+
+// Sixteen random bits for each of `count` elements of the group with this number.
+static inline void draw(Words key, int64_t group, int count, uint16_t* drawn) {
+  const int quarter = (count + 3) / 4;
+  const uint64_t first = static_cast<uint64_t>(group) * (GROUP / 4);
+  const uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
+  for (int c = 0; c < quarter; ++c) {  // 64 divides first: no carry
+    const Words w = threefry(key, {low + static_cast<uint32_t>(c), high});
+    drawn[c] = static_cast<uint16_t>(w.first);
+    drawn[c + quarter] = static_cast<uint16_t>(w.first >> 16);
+    drawn[c + 2 * quarter] = static_cast<uint16_t>(w.second);
+    drawn[c + 3 * quarter] = static_cast<uint16_t>(w.second >> 16);
+  }
+}
+
+template <int BITS>
+static inline void pack(const uint8_t* codes, int count, uint8_t* out) {
+  constexpr int PER_BYTE = 8 / BITS;
+  const int bytes = (count + PER_BYTE - 1) / PER_BYTE;
+  for (int j = 0; j < bytes; ++j) {
+    unsigned byte = 0;
+    for (int part = 0; part < PER_BYTE; ++part) byte |= static_cast<unsigned>(codes[j + part * bytes]) << (part * BITS);
+    out[j] = static_cast<uint8_t>(byte);
+  }
+}
+
+template <int BITS, class T>
+static void quantise_group(const T* x, int count, Words key, int64_t group, uint8_t* out, uint16_t* range) {
+  constexpr int LEVELS = (1 << BITS) - 1;
+  float wide[GROUP];
+  for (int i = 0; i < count; ++i) wide[i] = widen(x[i]);
+  float low = wide[0], high = wide[0], sum = 0;
+  for (int i = 0; i < count; ++i) {
+    low = wide[i] < low ? wide[i] : low;
+    high = wide[i] > high ? wide[i] : high;
+    sum += wide[i] * 0.0f;  // NaN if anything is not finite
+  }
+  range[0] = bfloat_below(low), range[1] = bfloat_above(high);
+  low = widen(Bfloat{range[0]}), high = widen(Bfloat{range[1]});
+  if (!(sum == 0) || !std::isfinite(low) || !std::isfinite(high) || !std::isfinite(high - low)) {
+    range[0] = range[1] = 0x7fc0;
+    low = high = 0;
+  }
+  const float step = (high - low) / LEVELS, inverse = step > 0 ? 1 / step : 0;
+  uint16_t drawn[GROUP + 4];
+  draw(key, group, count, drawn);
+  uint8_t codes[GROUP + 8] = {};
+  for (int i = 0; i < count; ++i) {
+    const float u = (static_cast<float>(drawn[i]) + 0.5f) * (1.0f / 65536);
+    const int q = static_cast<int>((wide[i] - low) * inverse + u);  // not below 0: truncation is floor
+    codes[i] = static_cast<uint8_t>(std::max(0, std::min(q, LEVELS)));
+  }
+  pack<BITS>(codes, count, out);
+}
+
+template <int BITS, class T>
+static void dequantise_group(const uint8_t* in, const uint16_t* range, int count, T* x) {
+  constexpr int PER_BYTE = 8 / BITS, LEVELS = (1 << BITS) - 1;
+  const int bytes = (count + PER_BYTE - 1) / PER_BYTE;
+  const float low = widen(Bfloat{range[0]}), step = (widen(Bfloat{range[1]}) - low) / LEVELS;
+  float wide[GROUP + 8];
+  for (int part = 0; part < PER_BYTE; ++part)
+    for (int j = 0; j < bytes; ++j)
+      wide[j + part * bytes] = low + static_cast<float>((in[j] >> (part * BITS)) & LEVELS) * step;
+  for (int i = 0; i < count; i += LANES)
+    store_part(x + i, load(wide + i), std::min(LANES, count - i));
+}
+
+template <class F>
+static void with_bits(int bits, F body) {
+  if (bits == 8) body(std::integral_constant<int, 8>{});
+  if (bits == 4) body(std::integral_constant<int, 4>{});
+  if (bits == 2) body(std::integral_constant<int, 2>{});
+}
+
+// `first_row`: the number of x's first row in the whole tensor, which random numbers are counted from.
+static void quantise(Address x, int code, int64_t rows, int64_t length, int64_t first_row, int bits, uint32_t key1,
+                     uint32_t key2, Address codes, Address ranges, int threads) {
+  const Rows shape{rows, length};
+  const int64_t groups = shape.groups(), row_bytes = shape.row_bytes(bits), all = rows * groups;
+  with_bits(bits, [&](auto width) {
+    with_storage(code, [&](auto kind) {
+      using T = decltype(kind);
+      constexpr int BITS = decltype(width)::value;
+#pragma omp parallel for num_threads(team(threads, rows * length))
+      for (int64_t g = 0; g < all; ++g) {
+        const int64_t row = g / groups, group = g % groups;
+        uint8_t* out = at<uint8_t>(codes) + row * row_bytes + group * (GROUP * BITS / 8);
+        const T* in = at<T>(x) + row * length + group * GROUP;
+        quantise_group<BITS>(in, shape.count(group), {key1, key2}, (first_row + row) * groups + group, out,
+                             at<uint16_t>(ranges) + 2 * g);
+      }
+    });
+  });
+}
+
+static void dequantise(Address codes, Address ranges, int64_t rows, int64_t length, int bits, Address x, int code,
+                       int threads) {
+  const Rows shape{rows, length};
+  const int64_t groups = shape.groups(), row_bytes = shape.row_bytes(bits), all = rows * groups;
+  with_bits(bits, [&](auto width) {
+    with_storage(code, [&](auto kind) {
+      using T = decltype(kind);
+      constexpr int BITS = decltype(width)::value;
+#pragma omp parallel for num_threads(team(threads, rows * length))
+      for (int64_t g = 0; g < all; ++g) {
+        const int64_t row = g / groups, group = g % groups;
+        const uint8_t* in = at<uint8_t>(codes) + row * row_bytes + group * (GROUP * BITS / 8);
+        dequantise_group<BITS>(in, at<uint16_t>(ranges) + 2 * g, shape.count(group),
+                               at<T>(x) + row * length + group * GROUP);
+      }
+    });
+  });
+}
+
+void bind_quantise(nb::module_& m) {
+  m.def("quantise", &quantise, Release());
+  m.def("dequantise", &dequantise, Release());
+}

@@ -1,0 +1,100 @@
+"""The weight gradient from block averages equals expanding them and asking PyTorch, for any geometry."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoestring.errors import ShoestringError
+from shoestring.kernels.pooling import expand, pool, pooled_weight_gradient
+from shoestring.kernels.references import pooling as reference
+
+
+def draw(number):
+    """A random convolution -> x's shape, the weight's, and the keywords of conv2d."""
+    rng = random.Random(number)
+    kernel = [rng.randint(1, 5) for _ in range(2)]
+    settings = {name: tuple(rng.randint(low, high) for _ in range(2))
+                for name, low, high in (("stride", 1, 3), ("padding", 0, 3), ("dilation", 1, 2))}  # fmt: skip
+    reach = [d * (k - 1) + 1 for d, k in zip(settings["dilation"], kernel, strict=True)]
+    size = [max(1, r - 2 * p) + rng.randint(0, 12) for r, p in zip(reach, settings["padding"], strict=True)]
+    channels = rng.randint(1, 5), rng.randint(1, 6)
+    return (rng.randint(1, 4), channels[0], *size), (channels[1], channels[0], *kernel), settings, rng.randint(1, 9)
+
+
+def case(number, dtype, last=False):
+    shape, weight_shape, settings, k = draw(number)
+    torch.manual_seed(number)
+    x = torch.randn(shape, dtype=dtype)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    weight = torch.randn(weight_shape, dtype=dtype)
+    grad = torch.randn_like(F.conv2d(x, weight, **settings))
+    return x, weight_shape, settings, k, grad
+
+
+def wanted(pooled, size, k, weight_shape, grad, settings):
+    full = expand(pooled, size, k)
+    assert full.shape[2:] == size
+    return torch.nn.grad.conv2d_weight(full, weight_shape, grad, **settings)
+
+
+@pytest.mark.parametrize("number", range(150))
+def test_in_fp64_the_identity_holds_to_the_last_digits(number):
+    x, shape, settings, k, grad = case(number, torch.float64, last=number % 3 == 0)
+    pooled = pool(x, k)
+    got = pooled_weight_gradient(grad, pooled, x.shape[2:], k, shape, **settings)
+    torch.testing.assert_close(got, wanted(pooled, x.shape[2:], k, shape, grad, settings), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", range(150))
+@pytest.mark.parametrize("scratch_bytes", [64, 2_000_000])
+def test_the_compiled_kernel_gives_the_same_in_fp32_whatever_the_scratch(number, scratch_bytes):
+    x, shape, settings, k, grad = case(number, torch.float32, last=number % 2 == 0)
+    pooled = pool(x, k)
+    got = pooled_weight_gradient(grad, pooled, x.shape[2:], k, shape, **settings, scratch_bytes=scratch_bytes)
+    right = wanted(pooled.double(), x.shape[2:], k, shape, grad.double(), settings)
+    torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", range(20))
+def test_sixteen_bits_are_stored_and_sums_are_fp32(number, dtype):
+    x, shape, settings, k, grad = case(number, torch.float32)
+    x, grad = x.to(dtype), grad.to(dtype)
+    pooled = pool(x, k)
+    assert pooled.dtype == dtype
+    out = torch.zeros(shape)
+    pooled_weight_gradient(grad, pooled, x.shape[2:], k, shape, **settings, out=out)
+    right = wanted(pooled.double(), x.shape[2:], k, shape, grad.double(), settings)
+    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 20])
+def test_averages_are_those_of_pytorch_and_of_what_is_there_at_the_edges(k, last):
+    x = torch.randn(3, 5, 13, 11)
+    x = x.to(memory_format=torch.channels_last) if last else x
+    got = pool(x, k)
+    assert got.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    right = torch.empty(got.shape, dtype=torch.float64)
+    reference.pool(right, x.double(), k)
+    torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
+    if k <= 11:
+        inside = F.avg_pool2d(x, k)  # the blocks that are whole
+        torch.testing.assert_close(got[:, :, : inside.shape[2], : inside.shape[3]], inside, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_is_added_to_the_one_that_is_there():
+    x, shape, settings, k, grad = case(3, torch.float32)
+    pooled = pool(x, k)
+    once = pooled_weight_gradient(grad, pooled, x.shape[2:], k, shape, **settings)
+    twice = pooled_weight_gradient(grad, pooled, x.shape[2:], k, shape, **settings, out=once.clone())
+    torch.testing.assert_close(twice, 2 * once)
+
+
+def test_groups_are_refused():
+    with pytest.raises(ShoestringError, match="in groups"):
+        pooled_weight_gradient(
+            torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 2, 2), (4, 4), 2, (4, 1, 3, 3), padding=(1, 1)
+        )
