@@ -8,9 +8,11 @@
 #include "core.h"
 #include "vector.h"
 
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <vector>
 
 struct Plane {  // a map in memory: [height, width, inner]; inner is 1, or the channels of a channels_last map
@@ -66,15 +68,15 @@ static void pool(Address x, int code, int64_t planes, int64_t height, int64_t wi
   });
 }
 
-struct Taps {  // of a convolution along one axis
-  int64_t kernel, stride, padding, dilation;
-  int64_t first(int64_t tap) const { return tap * dilation - padding; }  // the pixel that output 0 reads
+struct Taps {  // of a convolution along one axis: the pixels that output 0 reads, and how far the next output is
+  int64_t count, stride;
+  const int64_t* first;
 };
 
 // The outputs whose tap reads a pixel of [from, to).
 static inline void outputs(const Taps& taps, int64_t tap, int64_t from, int64_t to, int64_t most, int64_t* range) {
-  range[0] = std::min(most, std::max<int64_t>(0, ceil_div(from - taps.first(tap), taps.stride)));
-  range[1] = std::max(range[0], std::min(most, ceil_div(to - taps.first(tap), taps.stride)));
+  range[0] = std::min(most, std::max<int64_t>(0, ceil_div(from - taps.first[tap], taps.stride)));
+  range[1] = std::max(range[0], std::min(most, ceil_div(to - taps.first[tap], taps.stride)));
 }
 
 struct Sizes {
@@ -83,23 +85,30 @@ struct Sizes {
   Taps rows, columns;
 };
 
+// The outputs that read each block, [taps][blocks][2], for the rows and then for the columns.
+static void all_outputs(const Taps& taps, int64_t size, int64_t k, int64_t most, int64_t* ranges) {
+  const int64_t blocks = ceil_div(size, k);
+  for (int64_t tap = 0; tap < taps.count; ++tap)
+    for (int64_t b = 0; b < blocks; ++b)
+      outputs(taps, tap, b * k, std::min(size, (b + 1) * k), most, ranges + 2 * (tap * blocks + b));
+}
+
 // One channel of one sample: sums[u][v][a][b], `stride` floats from one tap to the next.
 template <class T>
-static void sum_blocks(const T* grad, const Sizes& s, float* lines, float* sums, int64_t stride) {
+static void sum_blocks(const T* grad, const Sizes& s, const int64_t* rows, const int64_t* columns, float* line,
+                       float* sums, int64_t stride) {
   const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k);
-  for (int64_t u = 0; u < s.rows.kernel; ++u) {
+  for (int64_t u = 0; u < s.rows.count; ++u) {
     for (int64_t a = 0; a < high; ++a) {
-      int64_t i[2];
-      outputs(s.rows, u, a * s.k, std::min(s.height, (a + 1) * s.k), s.out_height, i);
-      std::fill(lines, lines + s.out_width, 0.0f);
-      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, lines);
-      for (int64_t v = 0; v < s.columns.kernel; ++v) {
-        float* out = sums + (u * s.columns.kernel + v) * stride + a * wide;
-        for (int64_t b = 0; b < wide; ++b) {
-          int64_t j[2];
-          outputs(s.columns, v, b * s.k, std::min(s.width, (b + 1) * s.k), s.out_width, j);
+      const int64_t* i = rows + 2 * (u * high + a);
+      std::fill(line, line + s.out_width, 0.0f);
+      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, line);
+      for (int64_t v = 0; v < s.columns.count; ++v) {
+        float* out = sums + (u * s.columns.count + v) * stride + a * wide;
+        const int64_t* j = columns + 2 * v * wide;
+        for (int64_t b = 0; b < wide; ++b, j += 2) {
           float sum = 0;
-          for (int64_t column = j[0]; column < j[1]; ++column) sum += lines[column];
+          for (int64_t column = j[0]; column < j[1]; ++column) sum += line[column];
           out[b] = sum;
         }
       }
@@ -107,14 +116,21 @@ static void sum_blocks(const T* grad, const Sizes& s, float* lines, float* sums,
   }
 }
 
-// out [count taps, samples blocks]; `scratch`: for each thread the floats of a row of the gradient.
-static void block_sums(Address grad, int code, const std::vector<int64_t>& sizes, Address out, Address scratch,
-                       int threads) {
-  const int64_t* z = sizes.data();
+// out [count taps, samples blocks]; `scratch`: for each thread the floats of a row of the gradient; `ranges`: two
+// integers for each block of each tap of the rows, and of the columns.
+static void block_sums(Address grad, int code, const std::array<int64_t, 11>& sizes,
+                       const std::vector<int64_t>& rows_first, const std::vector<int64_t>& columns_first, Address out,
+                       Address scratch, Address ranges, int threads) {
+  const auto& z = sizes;
   const Sizes s{z[0], z[1], z[2], z[3], z[4], z[5], z[6], z[7], z[8],
-                {z[9], z[11], z[13], z[15]}, {z[10], z[12], z[14], z[16]}};
-  const int64_t blocks = ceil_div(s.height, s.k) * ceil_div(s.width, s.k), taps = s.rows.kernel * s.columns.kernel;
+                {static_cast<int64_t>(rows_first.size()), z[9], rows_first.data()},
+                {static_cast<int64_t>(columns_first.size()), z[10], columns_first.data()}};
+  const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k), blocks = high * wide;
+  const int64_t taps = s.rows.count * s.columns.count;
   const int64_t plane = s.out_height * s.out_width, stride = s.samples * blocks;
+  int64_t *rows = at<int64_t>(ranges), *columns = rows + 2 * s.rows.count * high;
+  all_outputs(s.rows, s.height, s.k, s.out_height, rows);
+  all_outputs(s.columns, s.width, s.k, s.out_width, columns);
   with_storage(code, [&](auto kind) {
     using T = decltype(kind);
 #pragma omp parallel for collapse(2) num_threads(team(threads, s.samples * s.count * plane))
@@ -122,7 +138,7 @@ static void block_sums(Address grad, int code, const std::vector<int64_t>& sizes
       for (int64_t n = 0; n < s.samples; ++n) {
         float* own = at<float>(scratch) + omp_get_thread_num() * s.out_width;
         const T* from = at<T>(grad) + (n * s.channels + s.first + o) * plane;
-        sum_blocks(from, s, own, at<float>(out) + o * taps * stride + n * blocks, stride);
+        sum_blocks(from, s, rows, columns, own, at<float>(out) + o * taps * stride + n * blocks, stride);
       }
   });
 }

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 constexpr int GROUP = 256;
 
@@ -35,18 +36,26 @@ static inline uint16_t bfloat_above(float x) {
   return static_cast<uint16_t>((bits >> 16) + (cut != 0 && !(bits >> 31)));
 }
 
-// Sixteen random bits for each of `count` elements of the group with this number.
-static inline void draw(Words key, int64_t group, int count, uint16_t* drawn) {
+// For each of `count` elements of the group with this number: 16 random bits, as a number between 0 and 1.
+static inline void draw(Words key, int64_t group, int count, float* u) {
+  constexpr IntVector LANE = {0, 1, 2, 3, 4, 5, 6, 7};
   const int quarter = (count + 3) / 4;
-  const uint64_t first = static_cast<uint64_t>(group) * (GROUP / 4);
-  const uint32_t low = static_cast<uint32_t>(first), high = static_cast<uint32_t>(first >> 32);
-  for (int c = 0; c < quarter; ++c) {  // 64 divides first: no carry
-    const Words w = threefry(key, {low + static_cast<uint32_t>(c), high});
-    drawn[c] = static_cast<uint16_t>(w.first);
-    drawn[c + quarter] = static_cast<uint16_t>(w.first >> 16);
-    drawn[c + 2 * quarter] = static_cast<uint16_t>(w.second);
-    drawn[c + 3 * quarter] = static_cast<uint16_t>(w.second >> 16);
+  const uint64_t first = static_cast<uint64_t>(group) * (GROUP / 4);  // 64 divides it: no carry below
+  uint32_t words[2][GROUP / 4 + LANES];
+  for (int c = 0; c < quarter; c += LANES) {
+    BitVector a = bits_of<BitVector>(LANE) + static_cast<uint32_t>(first + c);
+    BitVector b = BitVector{} + static_cast<uint32_t>(first >> 32);
+    threefry(key, a, b);
+    std::memcpy(words[0] + c, &a, sizeof a);
+    std::memcpy(words[1] + c, &b, sizeof b);
   }
+  for (int part = 0; part < 4; ++part)  // in order: what goes beyond a quarter is overwritten by the next
+    for (int c = 0; c < quarter; c += LANES) {
+      BitVector w;
+      std::memcpy(&w, words[part / 2] + c, sizeof w);
+      const IntVector half = bits_of<IntVector>(part % 2 ? w >> 16 : w & 0xffffu);
+      store(u + part * quarter + c, __builtin_convertvector(half, Vector) * (1.0f / 65536) + 0.5f / 65536);
+    }
 }
 
 template <int BITS>
@@ -63,29 +72,38 @@ static inline void pack(const uint8_t* codes, int count, uint8_t* out) {
 template <int BITS, class T>
 static void quantise_group(const T* x, int count, Words key, int64_t group, uint8_t* out, uint16_t* range) {
   constexpr int LEVELS = (1 << BITS) - 1;
-  float wide[GROUP];
-  for (int i = 0; i < count; ++i) wide[i] = widen(x[i]);
-  float low = wide[0], high = wide[0], sum = 0;
-  for (int i = 0; i < count; ++i) {
-    low = wide[i] < low ? wide[i] : low;
-    high = wide[i] > high ? wide[i] : high;
-    sum += wide[i] * 0.0f;  // NaN if anything is not finite
+  float wide[GROUP + LANES];
+  for (int i = 0; i < count; i += LANES) {
+    const int lanes = std::min(LANES, count - i);
+    store(wide + i, load_part(x + i, lanes, widen(x[0])));  // beyond the end: a value that changes no range
   }
+  Vector lows = load(wide), highs = lows, zeros = {};
+  for (int i = 0; i < count; i += LANES) {
+    const Vector v = load(wide + i);
+    lows = v < lows ? v : lows;
+    highs = v > highs ? v : highs;
+    zeros += v * 0.0f;  // NaN if anything is not finite
+  }
+  float low = lows[0], high = highs[0], sum = zeros[0];
+  for (int i = 1; i < LANES; ++i) low = std::min(low, lows[i]), high = std::max(high, highs[i]), sum += zeros[i];
   range[0] = bfloat_below(low), range[1] = bfloat_above(high);
   low = widen(Bfloat{range[0]}), high = widen(Bfloat{range[1]});
   if (!(sum == 0) || !std::isfinite(low) || !std::isfinite(high) || !std::isfinite(high - low)) {
     range[0] = range[1] = 0x7fc0;
-    low = high = 0;
+    std::memset(out, 0, (count * BITS + 7) / 8);
+    return;
   }
   const float step = (high - low) / LEVELS, inverse = step > 0 ? 1 / step : 0;
-  uint16_t drawn[GROUP + 4];
-  draw(key, group, count, drawn);
-  uint8_t codes[GROUP + 8] = {};
-  for (int i = 0; i < count; ++i) {
-    const float u = (static_cast<float>(drawn[i]) + 0.5f) * (1.0f / 65536);
-    const int q = static_cast<int>((wide[i] - low) * inverse + u);  // not below 0: truncation is floor
-    codes[i] = static_cast<uint8_t>(std::max(0, std::min(q, LEVELS)));
+  float u[GROUP + 2 * LANES];
+  draw(key, group, count, u);
+  uint8_t codes[GROUP + 2 * LANES] = {};
+  for (int i = 0; i < count; i += LANES) {
+    const Vector place = (load(wide + i) - low) * inverse + load(u + i);  // not below 0: truncation is floor
+    IntVector q = __builtin_convertvector(place, IntVector);
+    q = q > LEVELS ? IntVector{} + LEVELS : q;
+    for (int lane = 0; lane < LANES; ++lane) codes[i + lane] = static_cast<uint8_t>(q[lane]);
   }
+  std::memset(codes + count, 0, 2 * LANES);
   pack<BITS>(codes, count, out);
 }
 

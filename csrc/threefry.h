@@ -5,12 +5,15 @@
 
 struct Words { uint32_t first, second; };
 
-inline uint32_t rotate(uint32_t x, int bits) { return (x << bits) | (x >> (32 - bits)); }
+// Word: uint32_t, or a vector of them, whose lanes are as many counters.
+template <class Word>
+inline Word rotate(Word x, int bits) { return (x << bits) | (x >> (32 - bits)); }
 
-inline Words threefry(Words key, Words counter) {
+template <class Word>
+inline void threefry(Words key, Word& a, Word& b) {
   constexpr int ROTATIONS[8] = {13, 15, 26, 6, 17, 29, 16, 24};
   const uint32_t keys[3] = {key.first, key.second, 0x1bd11bda ^ key.first ^ key.second};
-  uint32_t a = counter.first + keys[0], b = counter.second + keys[1];
+  a += keys[0], b += keys[1];
 #pragma GCC unroll 13
   for (int round = 0; round < 13; ++round) {
     a += b;
@@ -21,5 +24,9 @@ inline Words threefry(Words key, Words counter) {
       b += keys[(turn + 1) % 3] + turn;
     }
   }
-  return {a, b};
+}
+
+inline Words threefry(Words key, Words counter) {
+  threefry(key, counter.first, counter.second);
+  return counter;
 }

@@ -7,7 +7,8 @@ equals expanding the averages to a full map and calling the ordinary kernel, wit
 the multiply-adds (csrc/pooling.cpp has the identity). Blocks at the lower and right edge may be smaller.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from .references import pooling as reference
 
 SCRATCH_BYTES = 2_000_000  # of block sums, unless one channel of one sample needs more
 Pair = Sequence[int]
+Launch = Callable[..., None]
 
 
-def _pool(launch, out: Tensor, x: Tensor, k: int) -> None:
+def _pool(launch: Launch, out: Tensor, x: Tensor, k: int) -> None:
     n, c, height, width = x.shape
     planes, inner = (n * c, 1) if planar(x) else (n, c)
     count = max(1, min(threads(), planes))
@@ -51,63 +53,93 @@ def expand(pooled: Tensor, size: Pair, k: int) -> Tensor:
     return pooled.repeat_interleave(k, 2)[:, :, :height].repeat_interleave(k, 3)[..., :width]
 
 
-class _Blocks:
-    """How a weight gradient is cut: samples and output channels at a time, so that their block sums fit the scratch."""
+class _Taps(NamedTuple):
+    """Of a convolution along one axis: the pixels that output 0 reads, each kind of reading once; `kinds` has the
+    place among them of each tap."""
 
-    def __init__(self, grad: Tensor, pooled: Tensor, taps: int, scratch_bytes: int) -> None:
-        samples, channels = grad.shape[:2]
-        self.blocks = pooled.shape[2] * pooled.shape[3]
-        floats = max(1, scratch_bytes // 4)
-        self.channels = max(1, min(channels, floats // (taps * self.blocks)))
-        self.samples = max(1, min(samples, floats // (self.channels * taps * self.blocks)))
-        self.all_samples, self.all_channels, self.taps, self.inputs = samples, channels, taps, pooled.shape[1]
+    first: list[int]
+    kinds: list[int]
 
-    def scratch(self, like: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Block sums, averages of the same samples, the product, and a row of the gradient per thread."""
+    @classmethod
+    def of(cls, kernel: int, size: int, k: int, stride: int, padding: int, dilation: int) -> "_Taps":
+        """Where a stride goes by whole blocks, taps within one block read the same averages."""
+        pixels = [tap * dilation - padding for tap in range(kernel)]
+        if stride % k or size % k:
+            return cls(pixels, list(range(kernel)))
+        blocks = [pixel // k for pixel in pixels]
+        kinds = sorted(set(blocks))
+        return cls([k * block for block in kinds], [kinds.index(block) for block in blocks])
+
+
+class _Cut:
+    """How a weight gradient is made: as many samples and output channels at a time as the scratch has room for."""
+
+    def __init__(
+        self, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
+        scratch_bytes: int,
+    ) -> None:  # fmt: skip
+        axes = zip(out.shape[2:], size, (k, k), stride, padding, dilation, strict=True)
+        self.rows, self.columns = (_Taps.of(*axis) for axis in axes)
+        self.taps, self.inputs = len(self.rows.first) * len(self.columns.first), pooled.shape[1]
+        self.high, self.wide = pooled.shape[2:]
+        self.blocks, floats = self.high * self.wide, max(1, scratch_bytes // 4)
+        self.all_samples, self.all_channels = grad.shape[:2]
+        self.channels = max(1, min(self.all_channels, floats // (self.taps * self.blocks)))
+        self.samples = max(1, min(self.all_samples, floats // (self.channels * self.taps * self.blocks)))
+
+    def scratch(self, grad: Tensor) -> tuple[Tensor, ...]:
+        """Block sums, averages of the same samples, their product, a row of the gradient per thread; integers."""
         columns, rows = self.samples * self.blocks, self.channels * self.taps
-        sizes = (rows * columns, self.inputs * columns, rows * self.inputs, threads() * width)
-        sums, averages, product, lines = (like.new_empty(size, dtype=torch.float32) for size in sizes)
-        return sums, averages, product, lines
-
-    def cuts(self, of: str) -> Iterator[tuple[int, int]]:
-        most, step = getattr(self, f"all_{of}"), getattr(self, of)
-        return ((start, min(step, most - start)) for start in range(0, most, step))
+        sizes = (rows * columns, self.inputs * columns, rows * self.inputs, threads() * grad.shape[3])
+        floats = (grad.new_empty(size, dtype=torch.float32) for size in sizes)
+        ranges = 2 * (len(self.rows.first) * self.high + len(self.columns.first) * self.wide)
+        return *floats, grad.new_empty(ranges, dtype=torch.int64)
 
 
-def _weight_gradient(out, grad, pooled, size, k, stride, padding, dilation, accumulate, scratch_bytes) -> None:
-    kernel = out.shape[2:]
-    cut = _Blocks(grad, pooled, kernel[0] * kernel[1], scratch_bytes)
-    sums, averages, product, lines = cut.scratch(grad, grad.shape[3])
-    for first, count in cut.cuts("channels"):
+def _cuts(most: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((start, min(step, most - start)) for start in range(0, most, step))
+
+
+def _weight_gradient(
+    out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
+    accumulate: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
+    cut = _Cut(out, grad, pooled, size, k, stride, padding, dilation, scratch_bytes)
+    sums, averages, product, lines, ranges = cut.scratch(grad)
+    for first, count in _cuts(cut.all_channels, cut.channels):
         total = product[: count * cut.taps * cut.inputs].view(count * cut.taps, cut.inputs).zero_()
-        for start, samples in cut.cuts("samples"):
+        for start, samples in _cuts(cut.all_samples, cut.samples):
             columns = samples * cut.blocks
-            sizes = [samples, grad.shape[1], first, count, *grad.shape[2:], *size, k, *kernel]
-            sizes += [*stride, *padding, *dilation]
-            part = grad[start : start + samples]
-            core.block_sums(part.data_ptr(), code(grad), sizes, sums.data_ptr(), lines.data_ptr(), threads())
-            wide = averages[: columns * cut.inputs].view(samples, *pooled.shape[2:], cut.inputs)
+            sizes = [samples, grad.shape[1], first, count, *grad.shape[2:], *size, k, *stride]
+            places = (sums.data_ptr(), lines.data_ptr(), ranges.data_ptr())
+            read = (grad[start].data_ptr(), code(grad), sizes, cut.rows.first, cut.columns.first)
+            core.block_sums(*read, *places, threads())
+            wide = averages[: columns * cut.inputs].view(samples, cut.high, cut.wide, cut.inputs)
             wide.copy_(pooled[start : start + samples].permute(0, 2, 3, 1))
             left = sums[: count * cut.taps * columns].view(count * cut.taps, columns)
             total.addmm_(left, wide.view(columns, cut.inputs))
-        taps = total.view(count, *kernel, cut.inputs).permute(0, 3, 1, 2)
-        target = out[first : first + count]
-        target.add_(taps) if accumulate else target.copy_(taps)
+        kinds = total.view(count, len(cut.rows.first), len(cut.columns.first), cut.inputs)
+        for u, row in enumerate(cut.rows.kinds):
+            for v, column in enumerate(cut.columns.kinds):
+                tap, target = kinds[:, row, column], out[first : first + count, :, u, v]
+                target.add_(tap) if accumulate else target.copy_(tap)
 
 
-def _compiled(out, grad, pooled, *rest) -> None:
+def _compiled(out: Tensor, grad: Tensor, pooled: Tensor, *rest: Any) -> None:
     wide = any(tensor.dtype == torch.float64 for tensor in (out, grad, pooled))
     (reference.weight_gradient if wide else _weight_gradient)(out, grad.contiguous(), pooled, *rest)
 
 
-def _fake(out, grad, pooled, size, k, stride, padding, dilation, accumulate, scratch_bytes) -> None:
-    if core is None or out.dtype == torch.float64 or not grad.is_cpu:
-        return reference.weight_gradient(
-            out, grad, pooled, size, k, stride, padding, dilation, accumulate, scratch_bytes
-        )
-    grad = grad.contiguous()
-    _Blocks(grad, pooled, out.shape[2] * out.shape[3], scratch_bytes).scratch(grad, grad.shape[3])
-    return None
+def _fake(
+    out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
+    accumulate: bool, scratch_bytes: int,
+) -> None:  # fmt: skip
+    settings = (size, k, stride, padding, dilation)
+    if core is None or out.dtype == torch.float64 or grad.device.type != "cpu":
+        reference.weight_gradient(out, grad, pooled, *settings, accumulate, scratch_bytes)
+    else:
+        grad = grad.contiguous()
+        _Cut(out, grad, pooled, *settings, scratch_bytes).scratch(grad)
 
 
 _weight_gradient_op = define(

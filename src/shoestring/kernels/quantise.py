@@ -7,6 +7,8 @@ same with any number of threads, in a recomputation and after a resume. A group 
 for its range: `is_whole(ranges)` tells whether there is none.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,7 @@ BITS = (8, 4, 2)
 Key = tuple[int, int]
 
 
-def _quantise(launch, x: Tensor, bits: int, key: list[int]) -> tuple[Tensor, Tensor]:
+def _quantise(launch: Callable[..., None], x: Tensor, bits: int, key: list[int]) -> tuple[Tensor, Tensor]:
     rows, length = x.shape
     x = x.contiguous()
     codes = x.new_empty(rows, reference.row_bytes(length, bits), dtype=torch.uint8)
@@ -30,7 +32,7 @@ def _quantise(launch, x: Tensor, bits: int, key: list[int]) -> tuple[Tensor, Ten
     return codes, ranges
 
 
-def _dequantise(launch, out: Tensor, codes: Tensor, ranges: Tensor, bits: int) -> None:
+def _dequantise(launch: Callable[..., None], out: Tensor, codes: Tensor, ranges: Tensor, bits: int) -> None:
     rows, length = out.shape
     launch(core.dequantise, codes, ranges, rows, length, bits, out, code(out), threads())
 

@@ -39,7 +39,9 @@ def weight_gradient(
             out[:, :, u, v] = out[:, :, u, v] + tap if accumulate else tap
 
 
-def _readers(outputs: int, size: int, kernel: int, stride: int, padding: int, dilation: int, *, k: int, like: Tensor):
+def _readers(
+    outputs: int, size: int, kernel: int, stride: int, padding: int, dilation: int, *, k: int, like: Tensor
+) -> Tensor:
     """For each tap a matrix [blocks, outputs]: 1 where the tap of an output reads a pixel of the block."""
     pixel = torch.arange(outputs, device=like.device) * stride - padding
     pixel = pixel + dilation * torch.arange(kernel, device=like.device)[:, None]
