@@ -75,8 +75,8 @@ class _Cut:
     """How a weight gradient is made: as many samples and output channels at a time as the scratch has room for."""
 
     def __init__(
-        self, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
-        scratch_bytes: int,
+        self, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair,
+        dilation: Pair, scratch_bytes: int,
     ) -> None:  # fmt: skip
         axes = zip(out.shape[2:], size, (k, k), stride, padding, dilation, strict=True)
         self.rows, self.columns = (_Taps.of(*axis) for axis in axes)
@@ -145,7 +145,7 @@ def _fake(
 _weight_gradient_op = define(
     "pooled_weight_gradient(Tensor(a!) out, Tensor grad_y, Tensor pooled, int[] size, int k, int[] stride, "
     "int[] padding, int[] dilation, bool accumulate, int scratch_bytes) -> ()",
-    twin=reference.weight_gradient,
+    reference=reference.weight_gradient,
     fake=_fake,
     compiled=_compiled,
 )
