@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,8 +14,50 @@ from .kernels.gradients import squared_norm
 from .ledger import Phase
 from .optimizers import make
 from .phases import phase
-from .task import Task
+from .task import Context, Task
 from .turns import turn
+
+
+@runtime_checkable
+class Optimizer(Protocol):
+    """An optimizer as a step drives it: ours has all of this, and `_TorchOptimizer` gives it to torch.optim's.
+
+    `in_backward`: gradients are applied while the backward pass makes them, by hooks that `contexts` register, and none
+    is left for the end of the step.
+    """
+
+    in_backward: bool
+
+    @property
+    def contexts(self) -> tuple[Context, ...]:
+        """Entered around each forward and backward pass, inside the task's."""
+        ...
+
+    def begin(self, task: Task, pieces: int) -> None:
+        """Called before a step of so many microbatches; refuses a step that would not be exact."""
+        ...
+
+    def step_by(self, factor: float) -> None:
+        """Updates the weights by factor * gradient."""
+        ...
+
+
+class _TorchOptimizer:
+    """One of torch.optim's optimizers, which knows nothing of a step but its end."""
+
+    in_backward, contexts = False, ()
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def begin(self, task: Task, pieces: int) -> None:
+        pass
+
+    def step_by(self, factor: float) -> None:
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for gradient in gradients if factor != 1 else ():
+            gradient.mul_(factor)
+        self.optimizer.step()
 
 
 class Stepper:
@@ -30,6 +72,9 @@ class Stepper:
         self.task, self.length = task, length
         self.told: dict[str, Any] = {}  # by the hooks after the last update
         self.optimizer = make(task.optimizer, task.model)
+        self._driven: Optimizer = (
+            self.optimizer if isinstance(self.optimizer, Optimizer) else _TorchOptimizer(self.optimizer)
+        )
         self.scale = task.scaling() if task.scaling else None
         self.updates, self.skipped = 0, ""
         self._skipping = Skipping() if task.on_nonfinite == "skip" else None
@@ -66,9 +111,7 @@ class Stepper:
     def begin(self, pieces: int) -> None:
         """Tells the optimizer how many microbatches will come: lean ones refuse what they could not do exactly.
         Buffers are copied, for the case that the step is not done."""
-        begin = getattr(self.optimizer, "begin", None)
-        if begin is not None:
-            begin(self.task, pieces)
+        self._driven.begin(self.task, pieces)
         self._before = Buffers(self.task.model, self._changing)
 
     def _end(self) -> None:
@@ -94,7 +137,7 @@ class Stepper:
     def one_pass(self, piece: Any, weight: float) -> Tensor:
         """A microbatch and its weight -> its part of the loss; gradients are added to those there."""
         with ExitStack() as stack:
-            for context in (*self.task.contexts, *getattr(self.optimizer, "contexts", ())):
+            for context in (*self.task.contexts, *self._driven.contexts):
                 stack.enter_context(context(self.task.model))
             with phase(Phase.FORWARD):
                 loss = self.task.loss_of(self.task.model, piece)
@@ -127,23 +170,21 @@ class Stepper:
             )
         if self._skipping is not None:
             self._skipping.in_a_row = 0
-        step_by = getattr(self.optimizer, "step_by", None)  # lean optimizers take a factor of the gradients
-        if step_by is not None:
-            step_by(self._factor(unscale))
-            return ""
-        if self.scale is not None:
-            factor = self._factor(unscale)
-            for parameter in self._with_gradient():
-                parameter.grad.mul_(factor)
-        elif self.task.clip is not None:
-            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
-        self.optimizer.step()
+        self._driven.step_by(self._factor(unscale))
         return ""
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the optimizer steps in the backward pass, so that no gradient waits for the end of the step."""
+        return self._driven.in_backward
+
     def _factor(self, unscale: float) -> float:
-        """What the gradients must be multiplied with: the loss scale taken out, their whole norm clipped."""
+        """The factor that the gradients are still to be multiplied by: it takes out the loss scale and clips."""
         if self.task.clip is None:
             return unscale
+        if self._driven is not self.optimizer and self.scale is None:  # plain training: PyTorch's own clipping
+            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
+            return 1.0
         norm = unscale * math.sqrt(sum(squared_norm(p.grad) for p in self._with_gradient()))
         return unscale * min(1.0, self.task.clip / (norm + 1e-6))
 

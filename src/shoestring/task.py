@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,29 @@ class Adam:
 
 Loss = Callable[[nn.Module, Any], Any]  # a tensor, or an output object that has it as `loss`
 REDUCTIONS = ("mean", "sum")
-# A technique acts inside a step only: a context takes the live model and undoes what it did when it ends.
-Context = Callable[[nn.Module], AbstractContextManager]
+
+
+class Context(Protocol):
+    """How a technique acts inside a step: called with the live model, it gives a context manager, which the step enters
+    around the forward and backward pass of each microbatch, and which undoes what it did when it ends."""
+
+    def __call__(self, model: nn.Module, /) -> AbstractContextManager: ...
+
+
+class LossScale(Protocol):
+    """The factor of the loss by which small gradients survive in FP16; part of a run's state."""
+
+    value: float
+
+    def accepts(self, overflow: str | None) -> bool:
+        """What the step found not to be finite, in words, if anything -> whether the update may be done."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
 # Called with the stepper (step.py) after each update of a run, never in a trace; may return what is to be
 # written into the update's line of the run's log.
 Hook = Callable[[Any], dict[str, Any] | None]
@@ -101,7 +122,7 @@ class Task:
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
     after_update: tuple[Hook, ...] = ()
-    scaling: Callable[[], Any] | None = None
+    scaling: Callable[[], LossScale] | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
 
     def __post_init__(self) -> None:

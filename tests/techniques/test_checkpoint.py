@@ -425,7 +425,7 @@ def test_the_random_state_that_each_drawing_region_keeps_is_in_the_profile():
 def test_the_layers_inside_attention_are_lean_too():
     model = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.0, batch_first=True)
     given = Task(model, lambda m, x: m(x).square().mean(), torch.randn(2, 5, WIDTH), SGD(lr=0.1))
-    lean, _ = with_mode(given)
+    lean, _ = with_mode(given, "checkpoint")
     with lean.contexts[0](model):
         loss = given.loss(model, given.batch)
     nodes, products = [loss.grad_fn], set()

@@ -255,5 +255,5 @@ def test_simulation_without_batch_norm_has_no_effect():
 
 def test_simulation_does_not_go_with_checkpointing():
     task = apply(convolutional(), Plan(checkpoint="no-bn")).task
-    with pytest.raises(ShoestringError, match="do not go with checkpointing"):
+    with pytest.raises(ShoestringError, match="do not work with checkpoint no-bn"):
         microbatch.apply(task, microbatch.Settings(4, simulated=True))

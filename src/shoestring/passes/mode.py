@@ -41,20 +41,22 @@ from .widened import is_narrow, widened
 
 @dataclass(frozen=True)
 class ModeOptions:
-    """Which operations a lean run takes over."""
+    """Which operations the mode takes over."""
 
-    fuse: bool = True  # batch norm with the ReLU (and the convolution) after it: keep the norm's input only
-    masks: bool = True  # ReLU and dropout keep a bit an element
-    products: bool = True  # convolution and linear let go of their input before they make its gradient
-    every: int = 0  # operations in a region of the tape; 0: no tape
+    fuse: bool = True  # batch norm with the ReLU (and the convolution) after it: saves the norm's input only
+    masks: bool = True  # ReLU and dropout save one bit per element
+    products: bool = True  # convolution and linear free their input before they compute its gradient
+    every: int = 0  # operations per region of the tape; 0: no tape
 
 
 @dataclass(frozen=True)
 class LeanModeContext:
-    """The context of a pass in which a `LeanMode` answers; there is one, whatever techniques asked for it."""
+    """The context of a pass in which a `LeanMode` answers. There is at most one, and the techniques that asked
+    for it, `asked_by` in a plan's words, share it."""
 
     options: ModeOptions
     patterns: Patterns
+    asked_by: tuple[str, ...] = ()
 
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
@@ -65,14 +67,28 @@ class LeanModeContext:
             mode.placeholders.close()
 
 
-def with_mode(task: Task, **changes: Any) -> tuple[Task, Patterns]:
-    """A task -> the same task under a lean run with these settings changed, and the patterns that were found in it."""
-    known = next((context for context in task.contexts if isinstance(context, LeanModeContext)), None)
+def mode_context(task: Task) -> LeanModeContext | None:
+    """The context of a task's lean mode, if a technique has asked for one."""
+    return next((context for context in task.contexts if isinstance(context, LeanModeContext)), None)
+
+
+def with_mode(task: Task, asker: str, **changes: Any) -> tuple[Task, Patterns]:
+    """A task and the plan's name of a technique -> the same task under a lean mode with these options changed, and the
+    patterns that were found in the model."""
+    known = mode_context(task)
     if known is None:
         known = LeanModeContext(ModeOptions(), learn(task, next(iter(task.split(task.batch)))))
     rest = tuple(context for context in task.contexts if not isinstance(context, LeanModeContext))
-    context = LeanModeContext(replace(known.options, **changes), known.patterns)
+    askers = tuple(dict.fromkeys((*known.asked_by, asker)))
+    context = LeanModeContext(replace(known.options, **changes), known.patterns, askers)
     return task.with_(contexts=(context, *rest)), known.patterns
+
+
+def askers_of(task: Task) -> str:
+    """The settings that brought a task's lean mode, for error messages: "precision fp16 and checkpoint no-bn"."""
+    context = mode_context(task)
+    names = context.asked_by if context is not None else ()
+    return " and ".join(f"{name} {task.settings.get(name, '')}".strip() for name in names)
 
 
 def current_mode() -> "LeanMode":

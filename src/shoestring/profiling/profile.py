@@ -169,16 +169,15 @@ def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], 
 def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
     """Runs the largest microbatches of a step under the tracer, as if others had been before."""
     stepper = Stepper(_as_traced(task, tracer))
-    in_backward = bool(getattr(stepper.optimizer, "contexts", ()))  # gradients, as they are made
     chosen = _largest(pieces)
     stepper.begin(len(pieces))
-    if in_backward:
+    if stepper.in_backward:
         stepper.one_pass(pieces[chosen[0]], weights[chosen[0]])
     else:
         _give_gradients(task, tracer)
     _update(stepper)
     _claim_state(task, tracer, stepper)
-    if chosen[0] > 0 and not in_backward:
+    if chosen[0] > 0 and not stepper.in_backward:
         _give_gradients(task, tracer)
     tracer.flops = dict.fromkeys(Phase, 0)
     _note_losses(tracer, chosen[0])

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from ...errors import NoEffect, ShoestringError
 from ...ledger import Phase
-from ...passes.mode import LeanModeContext, with_mode
+from ...passes.mode import askers_of, mode_context, with_mode
 from ...passes.saved_tensors import AsIs, Deduplicated, OneUse, Store, Stored, storing
 from ...phases import current_phase
 from ...profiling.dry import dry_run
@@ -118,11 +118,11 @@ def apply(task: Task, settings: Settings) -> Task:
 
 
 def _with_masks(task: Task) -> Task:
-    if any(isinstance(context, LeanModeContext) and context.options.masks for context in task.contexts):
+    if (context := mode_context(task)) and context.options.masks:
         raise NoEffect(
-            "checkpointing saves one bit per element of ReLU and dropout already: leave out activations masks"
+            f"{askers_of(task)} already saves one bit per element of ReLU and dropout: leave out activations masks"
         )
-    lean, _ = with_mode(task, fuse=False, masks=True, products=False)
+    lean, _ = with_mode(task, "activations", fuse=False, masks=True, products=False)
     before, after = saved_bytes(task), saved_bytes(lean)
     if after >= before:
         raise NoEffect(

@@ -108,18 +108,18 @@ def _with_strategy(task: Task, settings: Settings) -> Task:
     if strategy == "no-bn":
         return _without_norms(task)
     if optimal := _OPTIMAL.fullmatch(strategy):
-        task = with_mode(task, fuse=True, every=0)[0]
+        task = with_mode(task, "checkpoint", fuse=True, every=0)[0]
         groups = optimal_groups(task, _runs(task, settings), parse_bytes(optimal[1]) if optimal[1] else None)
         return _with_regions(task, groups)
     kind, number, star = _NUMBERED.fullmatch(strategy).groups()  # type: ignore[union-attr]
     if kind == "every":
-        return with_mode(task, fuse=False, every=int(number))[0]
+        return with_mode(task, "checkpoint", fuse=False, every=int(number))[0]
     groups = equal_groups(_runs(task, settings), int(number), bool(star))
-    return _with_regions(with_mode(task, fuse=bool(star), every=0)[0], groups)
+    return _with_regions(with_mode(task, "checkpoint", fuse=bool(star), every=0)[0], groups)
 
 
 def _without_norms(task: Task) -> Task:
-    task, patterns = with_mode(task, fuse=True, every=0)
+    task, patterns = with_mode(task, "checkpoint", fuse=True, every=0)
     if not patterns.norms:
         raise ShoestringError(
             f"{type(task.model).__name__} has no batch norm, so no-bn would change nothing: use residual-1"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import NoEffect, ShoestringError
-from ...passes.mode import LeanModeContext
+from ...passes.mode import askers_of
 from ...passes.patching import patched
 from ...task import Task
 from ..technique import Effect, Risk
@@ -130,9 +130,9 @@ def _accept(found: Verdict) -> None:
 def _simulated(task: Task, settings: Settings, by: str) -> dict[str, Any]:
     if by != "examples":
         raise ShoestringError("simulated microbatches go by examples: batch norm knows no tokens")
-    if any(isinstance(context, LeanModeContext) for context in task.contexts):
+    if askers := askers_of(task):
         raise ShoestringError(
-            "simulated microbatches save no memory and do not go with checkpointing: use true microbatches"
+            f"simulated microbatches save no memory and do not work with {askers}: use true microbatches"
         )
     if not any(isinstance(module, _BatchNorm) for module in task.model.modules()):
         raise NoEffect(f"{type(task.model).__name__} has no batch norm: simulated microbatches change nothing in it")

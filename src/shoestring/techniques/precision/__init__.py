@@ -3,6 +3,10 @@
 Normalisation keeps its parameters and statistics in FP32, and the loss is FP32. Arithmetic is FP32 wherever this CPU
 has none in 16 bits: convolutions and linear layers widen a piece at a time in their kernels, the other products widen
 their operands for the one call (`Widened`). FP16 comes with dynamic loss scaling.
+
+The lean mode that does this also fuses batch norm with the ReLU and convolution after it, and saves one bit per element
+of ReLU and dropout: precision alone includes `checkpoint="no-bn"` and `activations="masks"`. A checkpoint strategy
+decides about the fusion itself (without a star, it is off).
 """
 
 import copy
@@ -40,7 +44,7 @@ def apply(task: Task, settings: Settings) -> Task:
         raise ShoestringError(f"there is no precision {settings.form!r}: use fp32, {' or '.join(DTYPES)}")
     dtype = DTYPES[settings.form]
     check_convertible(task.model, dtype)
-    task = with_mode(task)[0]
+    task = with_mode(task, "precision")[0]
     if any(parameter.is_meta for parameter in task.model.parameters()):
         task = task.with_(model=copy.deepcopy(task.model))  # costs nothing, and others may hold the model
     convert(task.model, dtype)

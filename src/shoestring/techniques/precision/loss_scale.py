@@ -30,11 +30,11 @@ class Scaling:
                 f"{self.growth_steps} steps, cannot be: use 0 < floor <= initial <= ceiling and 1 step or more"
             )
 
-    def __call__(self) -> "LossScale":
-        return LossScale(self)
+    def __call__(self) -> "DynamicLossScale":
+        return DynamicLossScale(self)
 
 
-class LossScale:
+class DynamicLossScale:
     """The loss scale of a run, `value`, as its steps went so far."""
 
     def __init__(self, settings: Scaling) -> None:
