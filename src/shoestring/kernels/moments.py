@@ -7,7 +7,7 @@
 8 bits hold the fourth root of a value over the largest of its block. Second moments are kept as their root in
 FP16 and in 8 bits, which takes half the range, so that none becomes zero while its first moment does not; and they
 are rounded by chance, for in one step they change by less than the spacing, and rounded to nearest they would not
-move. docs/techniques/lean_optimizer.md has the measured errors behind these choices.
+move. docs/techniques/optimizer.md has the measured errors behind these choices.
 """
 
 from typing import NamedTuple

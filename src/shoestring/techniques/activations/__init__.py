@@ -1,5 +1,7 @@
 """Saved activations: offloaded to a file, rounded to 16 bits, or reduced to one bit per element, chosen by rules.
 
+The card is docs/techniques/activations.md.
+
     activations="offload"                    every saved tensor goes to a file and comes back when it is needed; exact
     activations="half"                       every saved tensor is rounded to 16 bits; approximate
     activations="masks"                      ReLU and dropout save one bit per element; exact

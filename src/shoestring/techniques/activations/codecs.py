@@ -1,7 +1,7 @@
-"""Codecs: other forms in which a saved tensor can be kept. Each packs a tensor and gives it back by `take()`.
+"""Codecs: how saved activations are stored, such as offloaded or quantised. Each packs a tensor; `take()` unpacks it.
 
-A codec is opened for a pass and then is a function from a tensor to what is kept of it. Adding one is a class with
-`take()`, a function that opens it, and an entry in `CODECS`.
+A codec is opened per pass and then is a function from a tensor to what is stored of it. Adding one takes a class with
+`take()`, a function that opens it, and an entry in `CODECS`; examples/new_codec.py is one.
 """
 
 import errno

@@ -1,4 +1,6 @@
-"""Checkpointing: keep less in the forward pass, run parts of it again in the backward pass. Exact.
+"""Activation checkpointing: save less in the forward pass, recompute it in the backward pass. Exact.
+
+The card is docs/techniques/checkpoint.md.
 
 | strategy | kept | done again |
 |---|---|---|

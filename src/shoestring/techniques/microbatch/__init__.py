@@ -1,4 +1,6 @@
-"""Microbatching: the batch goes through the model in pieces whose gradients add up. Exact without batch norm.
+"""Microbatches, that is gradient accumulation: the batch goes through the model in pieces. Exact without batch norm.
+
+The card is docs/techniques/microbatch.md.
 
 Each piece weighs by its share of the items, so that a tail of another size counts rightly. A batch is cut (pieces.py)
 along its first dimension, by examples, or by tokens where the task says which id is padding. Whether pieces add up to

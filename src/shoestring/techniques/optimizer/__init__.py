@@ -1,8 +1,10 @@
-"""Lean optimizers: state in 16 or 8 bits, gradients that are used up as they are made, SM3 and Adafactor.
+"""Lean optimizers: state in 16 or 8 bits, optimizer in backward (`no-gradient`), SM3 and Adafactor.
+
+The card is docs/techniques/optimizer.md.
 
     Plan(optimizer="8bit")  "fp16"  "bf16"  "no-gradient"  "8bit+no-gradient"  "sm3"  "sm3+8bit"  "adafactor"
 
-| words | state, bytes a parameter: SGD, Adam | risk |
+| words | state, bytes per parameter: SGD, Adam | risk |
 |---|---|---|
 | fp16, bf16 | 2, 4 | neutral |
 | 8bit | 1.02, 2.03 | neutral |

@@ -1,4 +1,4 @@
-"""SM3 and Adafactor: second moments of a matrix from one number a row and one a column.
+"""SM3 and Adafactor: factored second moments, one number per row and one per column of a matrix.
 
 A weight is read as a matrix of its first dimension by all others (a vector as one column: nothing is saved there, and
 nothing lost). Both run in PyTorch on a few rows at a time, so their scratch does not grow with the tensor.

@@ -1,4 +1,6 @@
-"""Low precision: weights, gradients, momenta and activations in 16 bits, with no FP32 copy of anything.
+"""Low precision: weights, gradients, momenta and activations in 16 bits, without an FP32 master copy.
+
+The card is docs/techniques/precision.md.
 
 Normalisation keeps its parameters and statistics in FP32, and the loss is FP32. Arithmetic is FP32 wherever this CPU
 has none in 16 bits: convolutions and linear layers widen a piece at a time in their kernels, the other products widen
