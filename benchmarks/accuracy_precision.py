@@ -172,7 +172,7 @@ def report(args: argparse.Namespace) -> str:
         "",
         *differences(records, "CIFAR-10"),
         "## multi30k, German to English: a small DynamicConv Transformer",
-        f"Width {args.width}, kernels {args.kernels} in encoder and decoder, {args.tokens:,} tokens an update, Adam",
+        f"Width {args.width}, kernels {args.kernels} in encoder and decoder, {args.tokens:,} tokens per update, Adam",
         f"(0.9, 0.98) at {args.lr:g} with a warm-up and the inverse square root; smoothed labels in both losses; BLEU",
         "of greedy translations. The runs are short: the losses are what is compared, not the state of the art.",
         "",

@@ -3,7 +3,8 @@
     task = shoestring.Task(model, loss, batch, shoestring.SGD(lr=0.1, momentum=0.9))
     print(shoestring.profile(task))
 
-Names are imported when they are first used, so that `shoestring --help` does not wait for torch.
+`__all__` is the public API, with a few names of submodules: docs/api.md lists them. Names are imported when they are
+first used, so that `shoestring --help` does not wait for torch.
 """
 
 from importlib import import_module
@@ -57,11 +58,11 @@ if TYPE_CHECKING:
 
 
 def profile(task: "Task", calibrate: bool = True, **how: Any) -> "Profile":
-    """A task -> where the memory of its training step goes; the number that `shoestring profile` tells.
+    """A task -> where the memory of its training step goes, as `shoestring profile` shows it.
 
-    The scratch of PyTorch's operators is measured on this machine where it is not known yet and the step runs on the
-    CPU; without `calibrate` it is not counted, and the profile says so. `how` goes to `profiling.profile`: with a
-    table `workspace` of your own nothing is measured. `progress(done, total)` is told of each operator measured.
+    If the step runs on the CPU, the scratch of PyTorch's operators is measured on this machine, unless it is cached;
+    without `calibrate` it is not counted, and the profile says so. `how` goes to `profiling.profile`: with your own
+    table `workspace` nothing is measured. `progress(done, total)` is called after each operator that is measured.
     """
     from .profiling import profile
 
@@ -74,16 +75,16 @@ def profile(task: "Task", calibrate: bool = True, **how: Any) -> "Profile":
 
 
 def _is_on_cpu(task: "Task") -> bool:
-    """Whether the step would run on the CPU, whose operators are those that are calibrated."""
+    """Whether the step would run on the CPU: only its operators are calibrated."""
     return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
 
 
 def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> "Plan":
     """A task and a budget such as "1.5GB" -> the plan with the least predicted time that fits it.
 
-    `risk` is exact, neutral or approximate: what may change the result. The scratch of PyTorch's operators is measured
-    on this machine where it is not known yet. With `rehearse=True` one microbatch is run under the plan, on a copy of
-    the model, before it is given. `how` goes to `planning.search.plan`.
+    `risk` is exact, neutral or approximate: the most that techniques may change the result. The scratch of PyTorch's
+    operators is measured on this machine, unless it is cached. With `rehearse=True` one microbatch is run under the
+    plan, on a copy of the model, before it is returned. `how` goes to `planning.search.plan`.
     """
     from .measuring import calibrate
     from .measuring.calibration import load_cache

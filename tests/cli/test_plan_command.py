@@ -16,7 +16,7 @@ def test_a_plan_says_what_it_does_and_why(shoestring, user):
     assert answer.code == 0, answer.err
     assert "predicted peak" in answer.out and "of 200.0 KB" in answer.out
     assert "plain training needs" in answer.out and "without it about" in answer.out
-    assert "what no other plan beats" in answer.out
+    assert "Pareto-optimal plans" in answer.out
 
 
 def test_json_is_the_plan_and_the_file_is_the_same(shoestring, user, tmp_path):

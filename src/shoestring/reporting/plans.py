@@ -28,7 +28,7 @@ def show_plan(console: Console, plan: Plan, explain: bool = False) -> None:
 
 
 def _alternatives(plan: Plan) -> Table:
-    table = Table(title="what no other plan beats", title_justify="left", box=None, pad_edge=False)
+    table = Table(title="Pareto-optimal plans", title_justify="left", box=None, pad_edge=False)
     for name, justify in (("peak", "right"), ("time", "right"), ("risk", "left"), ("settings", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for row in plan.alternatives:
