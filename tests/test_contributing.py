@@ -29,7 +29,8 @@ def test_there_are_enough_of_them():
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("REGISTRY", "src/shoestring/techniques/__init__.py"),
+        ("WORDS", "src/shoestring/techniques/__init__.py"),
+        ("SAID", "tests/techniques/test_words.py"),
         ("CODECS", "src/shoestring/techniques/activations/codecs.py"),
         ("PLANS", "tests/contract/table.py"),
         ("NEAR", "tests/contract/table.py"),

@@ -27,7 +27,7 @@ class Ambient:
     stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
     scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced
-    offloaded_bytes: list[int] | None = None  # techniques.activations: collects the sizes of tensors offloaded
+    offloaded_bytes: list[int] | None = None  # planning.traces: collects the sizes of tensors offloaded
     entered: tuple[nn.Module, ...] = ()  # training.evaluate: models that run under their task's contexts
 
     @staticmethod

@@ -111,8 +111,8 @@ def test_a_second_backward_pass_is_refused(model, plan):
 NO_EFFECT = {
     "checkpoint none": ("wrn", checkpoint.apply, checkpoint.Settings("none")),
     "a microbatch of the whole batch": ("wrn", microbatch.apply, microbatch.Settings(12)),
-    "nothing that the rules of activations take": ("wrn", saved.apply, saved.parse("fc=offload")),
-    "masks without ReLU or dropout": ("vit", saved.apply, saved.parse("masks")),
+    "nothing that the rules of activations take": ("wrn", saved.apply, saved.Settings("fc=offload")),
+    "masks without ReLU or dropout": ("vit", saved.apply, saved.Settings("masks")),
 }
 
 

@@ -12,6 +12,7 @@ from shoestring import Adam, NoPlanFits, ShoestringError, Task
 from shoestring.planning.search import Search, plan
 from shoestring.profiling import profile
 from shoestring.rates import Rates
+from shoestring.techniques.registry import REGISTRY
 from shoestring.techniques.technique import Risk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -80,12 +81,9 @@ def failing(technique, error, names=("apply",)):
 @pytest.fixture
 def broken(monkeypatch):
     """(name, error, functions) -> that technique fails from now on, in every module of the planner."""
-    from shoestring.planning import options
 
     def break_it(name, error, functions=("apply",)):
-        monkeypatch.setitem(options.TECHNIQUES, name, failing(options.TECHNIQUES[name], error, functions))
-        changed = tuple(options.TECHNIQUES[technique.name] for technique in options.REGISTRY)
-        monkeypatch.setattr(options, "REGISTRY", changed)
+        monkeypatch.setitem(REGISTRY, name, failing(REGISTRY[name], error, functions))
 
     return break_it
 

@@ -104,10 +104,10 @@ def test_the_time_of_paging_is_the_bytes_that_go_to_disk_and_back_over_its_rate(
     slow, fast = (Search(layers(), 10**9, Rates(1e11, 8e10, 1e10, 1e-5, rate)) for rate in (1e8, 1e9))
     on_disk = option(slow, **settings, activations="offload")
     base = slow.traces.base(slow.traces.key(on_disk.settings))
-    assert base.work.paged_bytes > 1e6
+    assert base.work.offloaded_bytes > 1e6
     extra = slow.seconds(on_disk) - fast.seconds(on_disk)
-    assert extra == pytest.approx(2 * base.work.paged_bytes * (1e-8 - 1e-9))
-    assert slow.traces.base(slow.traces.key(PLAIN.settings)).work.paged_bytes == 0
+    assert extra == pytest.approx(2 * base.work.offloaded_bytes * (1e-8 - 1e-9))
+    assert slow.traces.base(slow.traces.key(PLAIN.settings)).work.offloaded_bytes == 0
 
 
 @pytest.mark.slow

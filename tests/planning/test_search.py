@@ -60,7 +60,7 @@ def test_the_plan_is_what_trying_everything_finds(share, risk):
         for number, option in enumerate(search.candidates.at(level) if level <= risk else []):
             seconds = search.seconds(option)
             if seconds is not None and (traced := search.traces.of(option.settings)) and search.has_room(traced):
-                degree = search.candidates.degree(option)
+                degree = search.candidates.roughness(option)
                 fitting.append((level, degree, seconds, len(option.settings), number, option.settings))
     if not fitting:
         with pytest.raises(NoPlanFits):

@@ -12,7 +12,7 @@ from torch import nn
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.techniques import activations as saved
-from shoestring.techniques.activations import Rule, SavedPass, parse
+from shoestring.techniques.activations import Rule, SavedPass, Settings
 from shoestring.techniques.activations.codecs import Half, OnDisk, Spill
 from shoestring.techniques.technique import Risk
 
@@ -45,7 +45,7 @@ def gradients(task):
 def spilled(rules, loss, model=None):
     """Runs a forward pass under rules -> the bytes in the file, and how many tensors were taken."""
     model = model or nn.Module()
-    with SavedPass(parse(rules).rules)(model) as saver:
+    with SavedPass(Settings(rules).parsed)(model) as saver:
         kept = loss()
         keeper = saver.keepers["offload"]
         assert kept is not None
@@ -54,20 +54,20 @@ def spilled(rules, loss, model=None):
 
 # -- words ----------------------------------------------------------------------------------------------------------
 def test_a_plans_words_are_rules_in_order():
-    settings = parse("blocks.*=offload, head:softmax=half,whole")
-    assert settings.rules == (
+    settings = Settings("blocks.*=offload, head:softmax=half,whole")
+    assert settings.parsed == (
         Rule("blocks.*", "*", "offload"),
         Rule("head", "softmax", "half"),
         Rule("*", "*", "whole"),
     )
-    assert parse(":softmax=half").rules == (Rule("*", "softmax", "half"),)
-    assert parse("masks").masks
-    assert not parse("masks").rules
+    assert Settings(":softmax=half").parsed == (Rule("*", "softmax", "half"),)
+    assert Settings("masks").masks
+    assert not Settings("masks").parsed
 
 
 @pytest.mark.parametrize("text", ["zip", "blocks.*=zip", "", "offload,"])
 def test_an_unknown_codec_is_refused_with_those_that_exist(text):
-    with pytest.raises(ShoestringError, match=r"nothing can be kept by .*: use offload, half, masks"):
+    with pytest.raises(ShoestringError, match=r"there is no codec .*: use offload, half, masks"):
         apply(task(), Plan(activations=text))
 
 
@@ -137,7 +137,7 @@ def test_of_a_view_the_smaller_is_kept_the_view_or_its_base():
 
 def test_views_come_back_with_their_strides():
     x = torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("offload").rules)(nn.Module()) as saver:
+    with SavedPass(Settings("offload").parsed)(nn.Module()) as saver:
         back = saver.keep(x.t()).take()
     assert torch.equal(back, x.t())
     assert back.stride() == x.t().stride()
@@ -145,7 +145,7 @@ def test_views_come_back_with_their_strides():
 
 def test_a_small_view_does_not_hold_its_base():
     x = torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("offload").rules)(nn.Module()) as saver:
+    with SavedPass(Settings("offload").parsed)(nn.Module()) as saver:
         back = saver.keep(x[0]).take()
     assert torch.equal(back, x[0])
     assert back.untyped_storage().nbytes() == 4 * WIDTH
@@ -219,7 +219,7 @@ def test_what_a_region_keeps_goes_to_the_file_too():
 def test_the_file_has_no_name_and_is_gone_after_the_pass(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     model, x = Net(), torch.randn(ROWS, WIDTH)
-    with SavedPass(parse("offload").rules)(model) as saver:
+    with SavedPass(Settings("offload").parsed)(model) as saver:
         loss = model(x).sum()
         assert not list(tmp_path.iterdir())
         loss.backward()

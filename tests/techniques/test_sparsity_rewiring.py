@@ -27,7 +27,7 @@ def three_layers(nonzero=20, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     sizes = [(30, 70), (70, 50), (50, 20)]
     model = nn.Sequential(*(nn.Linear(*size, dtype=dtype) for size in sizes))
-    return from_dense(model, nonzero, layers=("*",), keep="random", seed=seed)
+    return from_dense(model, nonzero, layers=("*",), positions="random", seed=seed)
 
 
 def rewire(model, rewiring, optimizer=None):

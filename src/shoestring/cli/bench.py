@@ -119,11 +119,12 @@ def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: lis
 
 def show(data: dict[str, Any]) -> None:
     """Prints both runs and their ratios."""
+    from ..techniques.words import described
     from ..units import format_bytes
 
     for name in ("baseline", "lean"):
         row = data[name]
-        words = ", ".join(f"{key} {value}" for key, value in row["settings"].items()) or "plain PyTorch"
+        words = described(row["settings"].items()) or "plain PyTorch"
         predicted, measured = format_bytes(row["predicted_peak_bytes"]), format_bytes(row["measured_peak_bytes"])
         print(f"{name:9} {words}")
         print(f"          predicted {predicted}, measured {measured}, {row['seconds_per_step']:.3f} s a step")

@@ -86,8 +86,8 @@ def _with_recipe(task: "Task", args: argparse.Namespace) -> "Task":
     if unknown := sorted(set(changes) - set(known)):
         option = unknown[0].replace("_", "-")
         raise ShoestringError(f"--{option} cannot be set: the task makes its optimizer by a function of its own")
-    optimizer: Any = replace(task.optimizer, **changes) if changes else task.optimizer
-    return task.with_(optimizer=optimizer, clip=args.clip if args.clip is not None else task.clip)
+    changed: Any = replace(task.optimizer, **changes) if changes else task.optimizer
+    return task.with_(optimizer=changed, clip=args.clip if args.clip is not None else task.clip)
 
 
 def read_plan(path: Path, task: "Task") -> "Plan":

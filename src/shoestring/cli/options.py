@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ShoestringError
-
-TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "activations", "microbatch")  # a plan's words
+from ..techniques import WORDS
+from ..techniques.words import Word
 
 
 class WrongUsage(ShoestringError):
@@ -46,22 +46,28 @@ def command(subparsers: Any, name: str, run: Run, help: str, examples: Sequence[
 
 def add_techniques(parser: argparse.ArgumentParser) -> None:
     """The techniques in a plan's words, for every command that takes them."""
-    group = parser.add_argument_group("techniques")
-    group.add_argument("--nonzero", type=percentage, metavar="P", help="percentage of nonzero weights")
-    group.add_argument("--precision", choices=("fp32", "fp16", "bf16"), help="the type in which numbers are stored")
-    group.add_argument("--optimizer", metavar="O", help="8bit, fp16, bf16, no-gradient, sm3, adafactor, joined by +")
-    group.add_argument(
-        "--checkpoint", metavar="C", help="none, no-bn, every-M, residual-M, residual-M*, optimal or optimal-SIZE"
-    )
-    group.add_argument(
-        "--activations", metavar="A", help="how saved activations are stored: offload, half, masks or rules"
-    )
-    group.add_argument("--microbatch", type=whole_number(1, 10**9), metavar="N", help="items at a time")
+    about = "a value, and after it further settings of the technique as VALUE,KEY=VALUE,...; lists are joined by +"
+    group = parser.add_argument_group("techniques", about)
+    for word in WORDS:
+        further = f" (KEY: {', '.join(word.further)})" if word.further else ""
+        group.add_argument(f"--{word.name}", type=_value_of(word), metavar=word.metavar, help=word.help + further)
+
+
+def _value_of(word: Word) -> Callable[[str], Any]:
+    """A technique's word -> an argument type: a plan's value for it."""
+
+    def convert(text: str) -> Any:
+        try:
+            return word.parse(text)
+        except ShoestringError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def techniques_of(args: argparse.Namespace) -> dict[str, Any]:
     """The techniques that were named, in a plan's words."""
-    return given(args, *TECHNIQUES)
+    return given(args, *(word.name for word in WORDS))
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -106,17 +112,6 @@ def number(low: float, high: float, zero: bool = False) -> Callable[[str], float
         return value
 
     return convert
-
-
-def percentage(text: str) -> float:
-    """An argument type: a percentage above 0 and up to 100."""
-    try:
-        number = float(text.removesuffix("%"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage") from None
-    if not 0 < number <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is out of range: it must be above 0 and at most 100")
-    return int(number) if number.is_integer() else number
 
 
 def output_file(*suffixes: str) -> Callable[[str], Path]:

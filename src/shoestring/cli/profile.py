@@ -2,8 +2,11 @@
 
 import argparse
 import sys
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ShoestringError
+from ..techniques.words import in_words
 from .model import add_model, is_builtin, load_task, users_code
 from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
 
@@ -53,6 +56,11 @@ def _paper(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dic
     """The arguments -> JSON and ledger of the step as the paper counts it."""
     from ..paper import paper_profile
 
+    known = signature(paper_profile).parameters
+    for name, value in techniques.items():
+        if name not in known or isinstance(value, dict):
+            what = f"--{name} {in_words(value)}"
+            raise ShoestringError(f"the paper's rules know no {what}: leave it out, or use --rules real")
     model = args.model if is_builtin(args.model) else load_task(args.model, sizes)
     result = paper_profile(model, **sizes, **techniques)
     return result.to_json(), result.ledger

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import OverBudget, ShoestringError
+from ..techniques.words import in_words
 from ..training.schedules import SCHEDULES, schedule
 from ..units import format_bytes, parse_bytes
 from .model import add_model, users_code
@@ -258,7 +259,7 @@ def _command(args: argparse.Namespace, folder: Path, **changes: Any) -> str:
     for action in args.parser._actions:
         value = values.get(action.dest)
         if action.option_strings and value not in (None, False, action.default):
-            words += [action.option_strings[-1]] if value is True else [action.option_strings[-1], str(value)]
+            words += [action.option_strings[-1]] if value is True else [action.option_strings[-1], in_words(value)]
     return shlex.join(words)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import NoPlanFits
 from ..profiling import Profile
-from ..techniques import REGISTRY
+from ..techniques.registry import REGISTRY
 from ..techniques.technique import Risk
 from ..units import format_bytes
 from .options import LeftOut, Option, Settings, words_for
@@ -56,7 +56,7 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
 
 def _warnings(settings: Settings) -> list[str]:
     chosen = {name for name, _ in settings}
-    return [f"{t.name}: {t.warning}" for t in REGISTRY if t.warning and t.name in chosen]
+    return [f"{name}: {REGISTRY[name].warning}" for name in REGISTRY if REGISTRY[name].warning and name in chosen]
 
 
 # -- what else there is -------------------------------------------------------------------------------------------

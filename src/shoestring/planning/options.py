@@ -10,11 +10,11 @@ from typing import Any
 
 from ..errors import NoEffect, ShoestringError
 from ..task import Task
-from ..techniques import REGISTRY, Technique
-from ..techniques.technique import Risk
+from ..techniques.registry import REGISTRY
+from ..techniques.technique import Bounds, Risk, Technique
+from ..techniques.words import described
 
 Settings = tuple[tuple[str, Any], ...]
-TECHNIQUES = {technique.name: technique for technique in REGISTRY}
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ PLAIN = Option((), Risk.EXACT)
 
 
 def words_for(settings: Iterable[tuple[str, Any]]) -> str:
-    return ", ".join(f"{name} {value}".strip() for name, value in settings) or "no technique"
+    return described(settings) or "no technique"
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """What the planner did not try, or not to the end, and why. A technique alone stands for all that it offers.
+    """An option that the planner left out, and why. A technique without a value stands for all of its values.
 
-    `kind`: "refused" with a reason of ours, "error" for what is none, "no effect", or "together" for two settings that
-    do not go with each other.
+    `kind`: "refused" with a reason of ours, "error" for any other exception, "no effect", or "together" for two
+    settings that are incompatible.
     """
 
     settings: Settings
@@ -55,25 +55,25 @@ class LeftOut:
 
 
 class Candidates:
-    """What every technique offers for a task, and which of it stands together. `left_out` says what is not here."""
+    """The values that every technique offers for a task, and their compatible combinations; `left_out` has the rest."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.left_out: dict[Settings, LeftOut] = {}
-        self.offers = {technique.name: self._offers(technique) for technique in REGISTRY}
+        self.offers = {name: self._offers(name, technique) for name, technique in REGISTRY.items()}
         self._risks = {(name, value): risk for name, offers in self.offers.items() for value, risk in offers}
 
-    def _offers(self, technique: Technique) -> list[tuple[Any, Risk]]:
-        found = self.guarded(((technique.name, ""),), lambda: [
+    def _offers(self, name: str, technique: Technique) -> list[tuple[Any, Risk]]:
+        found = self.guarded(((name, ""),), lambda: [
             (value, technique.risk(self.task, value)) for value in technique.options(self.task)
         ])  # fmt: skip
         return found or []
 
     def guarded(self, what: Settings, ask: Callable[[], Any]) -> Any:
-        """What `ask` gives; None where it fails, with the reason among what is left out."""
+        """The result of `ask`; None if it fails, and then `left_out` has the reason."""
         try:
             return ask()
-        except Exception as error:  # of a model that we never saw: one technique less, and no end of the search
+        except Exception as error:  # a model may break a technique in any way: the search goes on without it
             self.leave_out(what, error)
             return None
 
@@ -97,18 +97,18 @@ class Candidates:
             chosen = [(name, value, risk) for name, value, risk in values if value is not None]
             if max((risk for *_, risk in chosen), default=Risk.EXACT) == level:
                 settings = tuple((name, value) for name, value, _ in chosen)
-                if self.stands(settings):
+                if self.compatible(settings):
                     combinations.append(Option(settings, level))
         return tuple(combinations)
 
-    def stands(self, settings: Settings) -> bool:
-        """Whether the techniques in it go with each other, two by two."""
-        return all(self._stands(one, other) for one, other in itertools.combinations(settings, 2))
+    def compatible(self, settings: Settings) -> bool:
+        """Whether no technique refuses another one."""
+        return all(self._compatible(one, other) for one, other in itertools.combinations(settings, 2))
 
     @cache  # noqa: B019 - lives as long as one search
-    def _stands(self, one: tuple[str, Any], other: tuple[str, Any]) -> bool:
+    def _compatible(self, one: tuple[str, Any], other: tuple[str, Any]) -> bool:
         settings = dict((one, other))
-        reasons = [TECHNIQUES[name].refuses for name in settings]
+        reasons = [REGISTRY[name].refuses for name in settings]
         reason = self.guarded(
             (one, other), lambda: next(filter(None, (ask(self.task, settings) for ask in reasons)), "")
         )
@@ -121,20 +121,25 @@ class Candidates:
 
     def risk(self, name: str, value: Any) -> Risk:
         if (name, value) not in self._risks:
-            self._risks[name, value] = TECHNIQUES[name].risk(self.task, value)
+            self._risks[name, value] = REGISTRY[name].risk(self.task, value)
         return self._risks[name, value]
 
-    def degree(self, option: Option) -> int:
+    def roughness(self, option: Option) -> int:
         """How approximate an option is, within its risk."""
-        return sum(self._degree(*pair) for pair in option.settings)
+        return sum(self._roughness(*pair) for pair in option.settings)
 
     @cache  # noqa: B019 - lives as long as one search
-    def _degree(self, name: str, value: Any) -> int:
-        return TECHNIQUES[name].degree(self.task, value)
+    def _roughness(self, name: str, value: Any) -> int:
+        return REGISTRY[name].roughness(self.task, value)
+
+    @cache  # noqa: B019 - lives as long as one search
+    def bounds(self, name: str, value: Any) -> Bounds:
+        """What is known about a value before it is traced."""
+        return REGISTRY[name].bounds(self.task, value)
 
 
 def told(error: Exception) -> str:
-    """An error that is not ours in one line, with the place where it was raised."""
+    """An exception that is not ours -> one line, with the place where it was raised."""
     message = str(error).strip().splitlines()
     frames = extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""

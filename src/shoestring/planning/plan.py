@@ -1,27 +1,23 @@
 """Plan: which techniques, with which settings; plain data, the same words as the command line's flags."""
 
 import json
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
 from typing import Any
 
 from ..errors import ShoestringError
+from ..techniques import WORDS
 
 VERSION = 1
+_Techniques: Any = make_dataclass("_Techniques", [(word.name, Any, None) for word in WORDS], frozen=True)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """`Plan(checkpoint="residual-2*", microbatch=10)`. Fields that are None (or "none") change nothing.
+class Plan(_Techniques):
+    """`Plan(checkpoint="residual-2*", microbatch=10)`. There is a field for each technique; None changes nothing.
 
-    The second half is what the planner adds: the budget it planned for, what it predicts, and what else it weighed.
+    A technique's value is a scalar, or a mapping of its settings: `Plan(nonzero={"nonzero": 30, "method": "set"})`.
+    The other fields are the planner's: the budget it planned for, its predictions, and the plans it compared.
     """
-
-    nonzero: float | None = None  # percent of the weights of sparsified layers
-    precision: str | None = None
-    optimizer: str | None = None  # the form of its state
-    checkpoint: str | None = None
-    microbatch: int | None = None
-    activations: str | None = None  # the form in which they are saved
 
     task: str = ""
     budget_bytes: int | None = None
@@ -32,10 +28,14 @@ class Plan:
     alternatives: tuple[dict[str, Any], ...] = ()
     left_out: tuple[dict[str, Any], ...] = ()  # options that were not weighed, by reason
 
+    def __post_init__(self) -> None:
+        for word in WORDS:
+            if (value := getattr(self, word.name)) is not None:
+                object.__setattr__(self, word.name, word.checked(value))
+
     def techniques(self) -> dict[str, Any]:
         """The settings that change something, in the order in which they are applied."""
-        values = {name: getattr(self, name) for name in TECHNIQUES}
-        return {name: value for name, value in values.items() if value is not None and value != NEUTRAL.get(name)}
+        return {word.name: value for word in WORDS if word.asks(value := getattr(self, word.name))}
 
     def with_(self, **changes: Any) -> "Plan":
         return replace(self, **changes)
@@ -45,7 +45,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The text of a plan file -> the plan; refuses what is damaged or of another version."""
+        """The text of a plan file -> the plan; a damaged one, or one of another version, is refused."""
         try:
             record = json.loads(text)
             version = record.pop("version")
@@ -53,14 +53,14 @@ class Plan:
             raise ShoestringError("this is not a plan file: make one with `shoestring plan --output FILE`") from error
         if version != VERSION:
             raise ShoestringError(f"the plan has version {version}, this Shoestring reads {VERSION}: plan again")
-        unknown = set(record) - {f.name for f in fields(cls)}
-        if unknown:
-            raise ShoestringError(f"the plan has a field {sorted(unknown)[0]!r} that does not exist: plan again")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(name for name, value in record.items() if name not in known and value is not None):
+            words = ", ".join(word.name for word in WORDS)
+            raise ShoestringError(
+                f"the plan has a field {unknown[0]!r} that does not exist (techniques: {words}): plan again"
+            )
+        record = {name: value for name, value in record.items() if name in known}
         record["reasons"] = tuple(record.get("reasons", ()))
         record["alternatives"] = tuple(record.get("alternatives", ()))
         record["left_out"] = tuple(record.get("left_out", ()))
         return cls(**record)
-
-
-NEUTRAL = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}  # values that ask for nothing
-TECHNIQUES = ("nonzero", "precision", "optimizer", "checkpoint", "activations", "microbatch")

@@ -15,7 +15,7 @@ from ..randomness import RandomState
 from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
-from ..techniques import REGISTRY
+from ..techniques.registry import apply_settings
 from ..units import format_bytes
 from .options import Settings
 
@@ -35,11 +35,7 @@ def rehearse(task: Task, settings: Settings) -> None:
     """Runs one microbatch under the settings, without an update; raises what that raises, and for a loss of NaN."""
     with _unharmed(task):
         model, loss = copy.deepcopy((task.model, task.loss))
-        lean = task.with_(model=model, loss=loss)
-        wanted = dict(settings)
-        for technique in REGISTRY:
-            if technique.name in wanted:
-                lean = technique.apply(lean, technique.settings(wanted[technique.name]))
+        lean = apply_settings(task.with_(model=model, loss=loss), dict(settings))
         pieces = list(lean.split(lean.batch))
         stepper = Stepper(lean.with_(after_update=()))
         stepper.begin(len(pieces))

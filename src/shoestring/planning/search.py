@@ -18,10 +18,11 @@ from ..errors import NoPlanFits
 from ..profiling import Profile
 from ..rates import NOMINAL, Rates
 from ..task import Task
+from ..techniques.registry import REGISTRY
 from ..techniques.technique import Effect, Risk
 from ..units import parse_bytes
 from . import explain
-from .options import PLAIN, TECHNIQUES, Candidates, LeftOut, Option, Settings, words_for
+from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
 from .timing import seconds_of
@@ -95,9 +96,9 @@ class Search:
         """
         if level == Risk.EXACT and self.fits(PLAIN):
             return PLAIN
-        degree = self.candidates.degree
+        roughness = self.candidates.roughness
         small = [option for option in self.candidates.at(level) if self.least(option) <= self.budget]
-        for _, group in itertools.groupby(sorted(small, key=degree), key=degree):
+        for _, group in itertools.groupby(sorted(small, key=roughness), key=roughness):
             for option in self._from_the_fastest(list(group)):
                 if self.could_fit(option) and self.fits(option):
                     return option
@@ -141,7 +142,7 @@ class Search:
         """Settings that need a trace -> milder ones that are surely faster, and where the bytes go that are saved."""
         milder, media = [], []
         for name, value in key:
-            price = TECHNIQUES[name].price(self.task, value)
+            price = self.candidates.bounds(name, value).price
             if price:
                 media.append(price.medium)
             kept = price.instead if price else value
@@ -151,14 +152,14 @@ class Search:
 
     def least(self, option: Option) -> float:
         """Bytes below which an option cannot be, judged from plain training alone."""
-        least = [TECHNIQUES[name].least(self.task, value) for name, value in option.settings if name in TRACED]
+        bounds = [self.candidates.bounds(*pair) for pair in option.settings if pair[0] in TRACED]
         known = tuple(pair for pair in option.settings if pair[0] not in TRACED)
         if known not in self._least:
             effects, plain = self.effects(option, ()), self._base(PLAIN).footprint
             known_all = len(effects) == len(known)  # or one failed, and is left out
             self._least[known] = (plain.least(effects), _share(effects) * plain.moving) if known_all else (inf, inf)
         lasting, moving = self._least[known]
-        return lasting * prod(one.lasting for one in least) + DOUBT * moving * prod(one.moving for one in least)
+        return lasting * prod(one.lasting for one in bounds) + DOUBT * moving * prod(one.moving for one in bounds)
 
     def seconds(self, option: Option) -> float | None:
         """The predicted seconds of a step; None where its techniques cannot be applied.
@@ -180,7 +181,7 @@ class Search:
 
     def _effect(self, key: Settings, name: str, value: object) -> Effect | None:
         if (key, name, value) not in self._effects:
-            base, effect = self.traces.base(key), TECHNIQUES[name].effect
+            base, effect = self.traces.base(key), REGISTRY[name].effect
             assert base is not None and effect is not None
             found = self.candidates.guarded(((name, value),), lambda: effect(base.task, value))
             self._effects[key, name, value] = found
@@ -311,4 +312,4 @@ def _share(effects: list[Effect]) -> float:
 def _replaced(settings: Settings, milder: Settings) -> Settings:
     """Settings with those that need a trace replaced by milder ones."""
     values = {name: value for name, value in settings if name not in TRACED} | dict(milder)
-    return tuple((name, values[name]) for name in TECHNIQUES if name in values)
+    return tuple((name, values[name]) for name in REGISTRY if name in values)

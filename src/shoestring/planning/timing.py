@@ -1,11 +1,11 @@
 """How long a step would take: FLOPs, bytes and calls of its trace, at the rates of this device.
 
     seconds = flops / flops_per_second + 3 born_bytes / bytes_per_second + calls seconds_per_call
-              + 2 paged_bytes / disk_bytes_per_second
+              + 2 offloaded_bytes / disk_bytes_per_second
 
-A tensor is written once and read about twice; with each that is born go some calls. What is paged out to disk is
-written and read back. The rates come from a calibration of about a second; only ratios of predictions are used, so that
-what all plans share cancels. How near they come is told by benchmarks/predicted_time.py.
+A tensor is written once and read about twice; each that is born comes with some calls. Offloaded bytes are written and
+read back. The rates come from a calibration of about a second; only ratios of predictions are used, so that what all
+plans share cancels. benchmarks/predicted_time.py measures how accurate they are.
 """
 
 from typing import NamedTuple
@@ -23,20 +23,20 @@ class Work(NamedTuple):
     flops: float
     born_bytes: int
     calls: int
-    paged_bytes: int  # that go to disk
+    offloaded_bytes: int  # that go to disk
 
 
-def work_of(traced: Profile, paged_bytes: int = 0) -> Work:
+def work_of(traced: Profile, offloaded_bytes: int = 0) -> Work:
     """A brief trace -> its work, from the forward pass on: what comes before puts state in place."""
     flops = sum(traced.flops[part] for part in ("forward", "backward", "recompute"))
     start = forward_start(traced)
     born = [entry.bytes for entry in traced.ledger.entries if entry.born >= start]
-    return Work(flops, sum(born), len(born), paged_bytes)
+    return Work(flops, sum(born), len(born), offloaded_bytes)
 
 
 def seconds_of(work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False) -> float:
     """The predicted time of a step, if it is run in `pieces` with sparse layers."""
     rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
     calls = pieces * work.calls * (LEAN_CALL if lean else 1.0)
-    moved = work.born_bytes * rates.seconds_per_byte("memory") + work.paged_bytes * rates.seconds_per_byte("disk")
+    moved = work.born_bytes * rates.seconds_per_byte("memory") + work.offloaded_bytes * rates.seconds_per_byte("disk")
     return density * work.flops / rate + moved + calls * rates.seconds_per_call

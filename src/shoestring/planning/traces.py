@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..ambient import Ambient
 from ..ledger import Phase
 from ..profiling import Profile, profile
 from ..signature import Signature
 from ..task import Task
-from ..techniques import REGISTRY
-from ..techniques.activations.codecs import paging
+from ..techniques.registry import REGISTRY, apply_settings
 from .estimate import Footprint
-from .options import TECHNIQUES, Candidates, Settings, words_for
+from .options import Candidates, Settings, words_for
 from .timing import Work, work_of
 
 Progress = Callable[[str], None]
@@ -24,7 +24,7 @@ Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratc
 # edges, its saved variables and their hooks. And what a run has once: the optimizer's tables, the files' buffers.
 # Fitted and proved by benchmarks/budgets_kept.py.
 STORAGE_BYTES, NODE_BYTES, ONCE_BYTES = 450, 800, 64 * 1024
-TRACED = tuple(technique.name for technique in REGISTRY if technique.effect is None)
+TRACED = tuple(name for name, technique in REGISTRY.items() if technique.effect is None)
 
 
 class Base(NamedTuple):
@@ -46,7 +46,7 @@ class Traces:
         self.profiles: dict[Settings, Profile | None] = {}
         self._tasks: dict[Settings, Task | None] = {(): task.with_(model=blank(task.model))}
         self._bases: dict[Settings, Base | None] = {}
-        self._paged: dict[Settings, int] = {}
+        self._offloaded: dict[Settings, int] = {}
         self._broken: set[Settings] = set()  # settings that no combination works with
 
     def of(self, settings: Settings) -> Profile | None:
@@ -65,12 +65,13 @@ class Traces:
         if task is None:
             return None
         self.progress(words_for(settings))
-        with paging() as paged:
+        offloaded: list[int] = []
+        with Ambient.during(offloaded_bytes=offloaded):
             if not settings:
                 traced = profile(task, self.workspace, brief=True)  # who cannot be traced is told so
             else:
                 traced = self._guarded(settings, lambda: profile(task, self.workspace, brief=True))
-        self._paged[settings] = sum(paged)
+        self._offloaded[settings] = sum(offloaded)
         if traced is None and len(settings) > 1:
             for pair in settings:
                 self.of((pair,))  # whether it fails alone: then no other combination with it is tried
@@ -83,10 +84,7 @@ class Traces:
         if settings not in self._tasks:
             before = self.task(settings[:-1])
             name, value = settings[-1]
-            technique = TECHNIQUES[name]
-            self._tasks[settings] = before and self._guarded(
-                settings, lambda: technique.apply(before, technique.settings(value))
-            )
+            self._tasks[settings] = before and self._guarded(settings, lambda: apply_settings(before, {name: value}))
         return self._tasks[settings]
 
     def _guarded(self, settings: Settings, act: Callable[[], Any]) -> Any:
@@ -104,8 +102,8 @@ class Traces:
     # -- traces that others share -----------------------------------------------------------------------------------
     def key(self, settings: Settings) -> Settings:
         """Settings -> those whose trace of the whole batch serves for them."""
-        traced = tuple((name, TECHNIQUES[name].alike(value)) for name, value in settings if name in TRACED)
         own = tuple(pair for pair in settings if pair[0] in TRACED)
+        traced = tuple((name, self.candidates.bounds(name, value).traced_as or value) for name, value in own)
         return own if self._bases.get(traced, True) is None else traced
 
     def has_base(self, key: Settings) -> bool:
@@ -121,7 +119,7 @@ class Traces:
             traced, task = self.of(key), self.task(key)
             found = traced is not None and task is not None
             self._bases[key] = (
-                Base(task, Footprint(traced), work_of(traced, self._paged[key]), object_bytes(traced))  # type: ignore[arg-type]
+                Base(task, Footprint(traced), work_of(traced, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
                 if found
                 else None
             )

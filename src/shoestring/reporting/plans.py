@@ -6,12 +6,13 @@ from rich.console import Console
 from rich.table import Table
 
 from ..planning.plan import Plan
+from ..techniques.words import described, in_words
 from ..units import format_bytes
 
 
 def show_plan(console: Console, plan: Plan, explain: bool = False) -> None:
     """Prints a plan that the planner made; with `explain`, also what was left out and why."""
-    flags = " ".join(f"--{name} {shlex.quote(str(value))}" for name, value in plan.techniques().items())
+    flags = " ".join(f"--{name} {shlex.quote(in_words(value))}" for name, value in plan.techniques().items())
     peak, budget = plan.predicted_peak_bytes or 0, plan.budget_bytes or 0
     console.print(f"{plan.task}: {flags or 'no technique is needed'}", highlight=False)
     console.print(
@@ -32,7 +33,7 @@ def _alternatives(plan: Plan) -> Table:
     for name, justify in (("peak", "right"), ("time", "right"), ("risk", "left"), ("settings", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     for row in plan.alternatives:
-        words = ", ".join(f"{name} {value}" for name, value in row["settings"].items()) or "none"
+        words = described(row["settings"].items()) or "none"
         ratio = f"{row['predicted_time_ratio']:.2f}x"
         about = "~" if row.get("estimated") else ""
         table.add_row(f"{about}{format_bytes(row['predicted_peak_bytes'])}", ratio, row["risk"], words)

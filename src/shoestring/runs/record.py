@@ -103,9 +103,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """{"seed": 0, "techniques": {"microbatch": 10}} -> {"seed": 0, "techniques microbatch": 10}"""
-    flat = {}
+    """Nested settings -> one level, each with its whole name.
+
+    >>> _flat({"seed": 0, "techniques": {"microbatch": {"size": 10, "by": "tokens"}, "precision": "fp16"}})
+    {'seed': 0, 'techniques microbatch': 10, 'techniques microbatch by': 'tokens', 'techniques precision': 'fp16'}
+    """
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        inner = value.items() if isinstance(value, dict) else [("", value)]
-        flat.update({f"{key} {name}".strip(): part for name, part in inner})
+        for name, part in value.items() if isinstance(value, dict) else [("", value)]:
+            # The first setting of a technique is the one that its value alone stands for.
+            first, *rest = part.items() if isinstance(part, dict) and part else [("", part)]
+            flat |= {f"{key} {name}".strip(): first[1]} | {f"{key} {name} {inner}": value for inner, value in rest}
     return flat

@@ -1,28 +1,44 @@
-"""The techniques, in the order in which a plan applies them."""
+"""The techniques, in the order in which a plan applies them: the only list of them.
 
-from . import activations, checkpoint, microbatch, optimizer, precision, sparsity
-from .technique import Technique
+| word | module | what it does | card, in docs/techniques |
+|---|---|---|---|
+| `nonzero` | sparsity/ | sparse weights, rewired while training | sparsity.md |
+| `precision` | precision/ | FP16 or BF16 for all tensors, no FP32 copy | precision.md |
+| `optimizer` | optimizer/ | 8- and 16-bit state, factored state, optimizer in backward | lean_optimizer.md |
+| `checkpoint` | checkpoint/ | activation checkpointing | checkpoint.md |
+| `activations` | activations/ | saved activations offloaded, in 16 bits, or as 1-bit masks | activations.md |
+| `microbatch` | microbatch/ | gradient accumulation | microbatch.md |
 
-REGISTRY = (
-    Technique(
-        "nonzero", sparsity.Settings, sparsity.apply, sparsity.options, sparsity.risk, sparsity.WARNING,
-        degree=sparsity.degree, effect=sparsity.effect,
+A plan's fields, the flags of the command line and `registry.REGISTRY` are made from `WORDS`. A module has a `Settings`
+dataclass and a record, `TECHNIQUE`. Nothing here imports torch, so that `shoestring --help` does not wait for it.
+"""
+
+from .words import COUNT, NAMES, NUMBER, PERCENT, SEED, SWITCH, TEXT, Word, one_of
+
+WORDS = (
+    Word(
+        "nonzero", "sparsity", "percentage of nonzero weights", "P",
+        {"nonzero": PERCENT, "method": TEXT, "layers": NAMES, "fraction": NUMBER, "fraction_multiplier": NUMBER,
+         "frequency_multiplier": NUMBER, "updates": COUNT, "positions": TEXT, "seed": SEED},
+        nothing=100,
     ),
-    Technique(
-        "precision", precision.Settings, precision.apply, precision.options, precision.risk,
-        alike=precision.alike, least=precision.least,
+    Word(
+        "precision", "precision", "the dtype in which numbers are stored: fp32, fp16 or bf16", "F",
+        {"form": one_of("fp32", "fp16", "bf16")}, nothing="fp32",
     ),
-    Technique(
-        "optimizer", optimizer.Settings, optimizer.apply, optimizer.options, optimizer.risk,
-        refuses=optimizer.refuses, effect=optimizer.effect,
+    Word(
+        "optimizer", "optimizer", "8bit, fp16, bf16, no-gradient, sm3, adafactor, joined by +", "O", {"words": TEXT}
     ),
-    Technique("checkpoint", checkpoint.Settings, checkpoint.apply, checkpoint.options, price=checkpoint.price),
-    Technique(
-        "activations", activations.parse, activations.apply, activations.options, activations.risk,
-        refuses=activations.refuses, least=activations.least, price=activations.price,
+    Word(
+        "checkpoint", "checkpoint", "none, no-bn, every-M, residual-M, residual-M*, optimal or optimal-SIZE", "C",
+        {"strategy": TEXT, "blocks": NAMES}, nothing="none",
     ),
-    Technique(
-        "microbatch", microbatch.Settings, microbatch.apply, microbatch.options, microbatch.risk,
-        degree=microbatch.degree, effect=microbatch.effect,
+    Word(
+        "activations", "activations", "how saved activations are stored: offload, half, masks or rules", "A",
+        {"rules": TEXT},
+    ),
+    Word(
+        "microbatch", "microbatch", "examples (or tokens) at a time", "N",
+        {"size": COUNT, "by": TEXT, "simulated": SWITCH},
     ),
 )  # fmt: skip

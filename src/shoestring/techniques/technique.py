@@ -1,4 +1,4 @@
-"""What every technique says of itself: the record that the planner, the command line and the registry read."""
+"""The record of a technique: everything that the planner and the registry know about it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,88 +25,77 @@ class Risk(IntEnum):
 
 @dataclass(frozen=True)
 class Effect:
-    """How a value scales one traced step of the whole batch: each is times what it was, 1 changes nothing."""
+    """The factors by which a value scales one traced step of the whole batch; 1 changes nothing."""
 
-    weights: float = 1.0  # their bytes, an index included
-    gradients: float = 1.0  # 0: used up as they are made
-    state: float = 1.0  # of the optimizer
-    update: float = 1.0  # what an update makes and drops
+    weights: float = 1.0  # bytes of weights, an index included
+    gradients: float = 1.0  # bytes of gradients; 0: the optimizer runs in backward
+    state: float = 1.0  # bytes of optimizer state
+    update: float = 1.0  # bytes of an update's temporaries
     flops: float = 1.0
-    share: float = 1.0  # of the batch that is in the largest microbatch
-    pieces: int = 1
+    share: float = 1.0  # the largest microbatch / the batch
+    pieces: int = 1  # microbatches per step
     layers: tuple[str, ...] = ()  # whose weights, gradients and state are scaled; (): all
-
-
-class Least(NamedTuple):
-    """The share of plain training's bytes that a value surely leaves.
-
-    `lasting`: of weights, gradients and optimizer state; `moving`: of what grows with the batch.
-    """
-
-    lasting: float = 1.0
-    moving: float = 0.0
 
 
 class Price(NamedTuple):
     """A value takes at least as long as `instead` (None: without the technique).
 
-    Each byte that it keeps less is made again in memory, or goes to disk and back: `medium` is memory or disk.
+    Each byte that it saves is recomputed in memory, or goes to disk and back: `medium` is memory or disk.
     """
 
     instead: Any
     medium: str
 
 
-def _no_options(task: Task) -> list:
-    return []
+class Bounds(NamedTuple):
+    """What is known about a value before it is traced.
+
+    `lasting` is the share of plain training's weights, gradients and optimizer state that surely remains, `moving` the
+    share of what grows with the batch. `price` bounds its time, if anything does. `traced_as` is another value whose
+    trace serves for this one.
+    """
+
+    lasting: float = 1.0
+    moving: float = 0.0
+    price: Price | None = None
+    traced_as: Any = None
 
 
 def _exact(task: Task, value: Any) -> Risk:
     return Risk.EXACT
 
 
-def _mild(task: Task, value: Any) -> int:
+def _smooth(task: Task, value: Any) -> int:
     return 0
 
 
-def _stands(task: Task, settings: Mapping[str, Any]) -> str:
+def _compatible(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _lasting(task: Task, value: Any) -> Least:
-    return Least()
-
-
-def _unknown(task: Task, value: Any) -> Price | None:
-    return None
-
-
-def _itself(value: Any) -> Any:
-    return value
+def _unknown(task: Task, value: Any) -> Bounds:
+    return Bounds()
 
 
 class Technique(NamedTuple):
-    """`name` is the plan's field, `settings(value)` makes the technique's settings from its value.
+    """The record of a technique: `apply(task, settings)` returns the task with it, and the rest is for the planner.
 
-    What the planner asks:
-    `options(task)` are the values that it may try; where there can be none, it raises ShoestringError with the reason.
-    `risk(task, value)` is what a value does to the result, `degree` how much within its risk, in steps of about half a
-    point of accuracy, and `warning` what a user should know who did not choose it.
-    `refuses(task, settings)` is the reason why two settings of a plan cannot stand together, "" if they can.
-    `effect(task, value)` scales a trace of the whole batch; without one, a value needs a trace of its own, and
-    `alike(value)` is the value whose trace serves as well, `least(task, value)` bounds its memory from below, and
-    `price(task, value)` its time, if anything does.
+    `settings` is a frozen dataclass, whose first field a plan's scalar stands for; below, `value` is such a scalar.
+    `options(task)` are the values that the planner may try; if there is none, it raises ShoestringError (NoEffect if
+    the technique would change nothing) with the reason.
+    `risk(task, value)` says how a value affects results, `roughness` how much within its risk, in steps of about half a
+    point of accuracy; `warning` is for users who did not choose the technique themselves.
+    `refuses(task, settings)` is the reason why two settings of a plan are incompatible, "" if they are not.
+    `effect(task, value)` scales a trace of the whole batch. Without it a value needs a trace of its own, and
+    `bounds(task, value)` says what is known before.
     """
 
-    name: str
-    settings: Callable[[Any], Any]
+    settings: type
     apply: Callable[[Task, Any], Task]
-    options: Callable[[Task], list] = _no_options
+    options: Callable[[Task], list]
     risk: Callable[[Task, Any], Risk] = _exact
-    warning: str = ""
-    degree: Callable[[Task, Any], int] = _mild
-    refuses: Callable[[Task, Mapping[str, Any]], str] = _stands
+    roughness: Callable[[Task, Any], int] = _smooth
+    refuses: Callable[[Task, Mapping[str, Any]], str] = _compatible
     effect: Callable[[Task, Any], Effect] | None = None
-    alike: Callable[[Any], Any] = _itself
-    least: Callable[[Task, Any], Least] = _lasting
-    price: Callable[[Task, Any], Price | None] = _unknown
+    bounds: Callable[[Task, Any], Bounds] = _unknown
+    warning: str = ""

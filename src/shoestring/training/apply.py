@@ -5,12 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..errors import ShoestringError
 from ..planning.plan import Plan
 from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
-from ..techniques import REGISTRY
+from ..techniques.registry import apply_settings
 
 _making = threading.Lock()  # around making a stepper: two steppers would have two optimizers
 
@@ -54,18 +53,7 @@ class LeanTask:
 
 def lean_task(task: Task, plan: Plan) -> Task:
     """A task and a plan -> the task with the plan's techniques applied, still a description."""
-    wanted = plan.techniques()
-    known = {technique.name for technique in REGISTRY}
-    if unknown := set(wanted) - known:
-        raise ShoestringError(
-            f"the plan asks for {sorted(unknown)[0]}, which is no technique: use {', '.join(sorted(known))}"
-        )
-    for technique in REGISTRY:
-        if technique.name in wanted:
-            value = wanted[technique.name]
-            make: Any = technique.settings
-            task = technique.apply(task, make(**value) if isinstance(value, dict) else make(value))
-    return task
+    return apply_settings(task, plan.techniques())
 
 
 def apply(task: Task, plan: Plan) -> LeanTask:

@@ -73,8 +73,8 @@ def within(task: Task, model: nn.Module) -> Iterator[None]:
 def evaluated(task: Task, evaluation: Evaluation) -> float:
     """A task and an evaluation -> the quality of its model. A 16-bit model runs within the task's contexts, even in a
     user's evaluation: outside, PyTorch's own 16-bit matrix products take many times as long on a CPU."""
-    narrow = "precision" in task.settings
-    with within(task, task.model) if narrow else nullcontext():
+    in_16_bits = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in task.model.parameters())
+    with within(task, task.model) if in_16_bits else nullcontext():
         return evaluation(task.model)
 
 

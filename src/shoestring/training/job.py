@@ -1,5 +1,6 @@
 """A job is a task on real data; `build(plan)` makes a session of it: the lean task, its batches and its evaluation."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ from ..errors import ShoestringError
 from ..models import materialise
 from ..planning.plan import Plan
 from ..task import Loss, Task
+from ..techniques.words import in_words
 from .apply import LeanTask, apply, lean_task
 from .evaluate import Data, Evaluation, accuracy, evaluating, mean_loss, within
 from .translate import bleu, translate
@@ -140,22 +142,25 @@ class PairJob:
 
     def plan_in_tokens(self, plan: Plan) -> Plan:
         """Sentences of the example batch -> the tokens they are padded to, and at least the longest sentence."""
-        if plan.microbatch is None:
+        size = _plain_size(plan)
+        if size is None:
             return plan
         source, _, target = self.task.batch
-        tokens = plan.microbatch * max(source.shape[1], target.shape[1])
+        tokens = size * max(source.shape[1], target.shape[1])
         splits = (self.pairs.train, self.pairs.valid)
         sentences = [int(side.lengths().max()) for split in splits for side in (split.source, split.target)]
         return plan.with_(microbatch=max(tokens, min(max(sentences), self.longest)))
 
     def build(self, plan: Plan) -> Session:
-        data = token_batches(self.pairs.train, self.tokens, plan.microbatch, self.seed, self.longest)
+        size = _plain_size(plan)
+        data = token_batches(self.pairs.train, self.tokens, size, self.seed, self.longest)
         task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
         materialise(task.model, seed=self.seed)
-        lean = LeanTask(task.with_(settings=task.settings | {"microbatch": data.microbatch}), plan)
+        settings = task.settings if size is None else task.settings | {"microbatch": size}
+        lean = LeanTask(task.with_(settings=settings), plan)
         if self.quality == "bleu":
             return Session(lean, data, self._bleu(lean.task, data.microbatch), "inverse-sqrt")
-        valid = token_batches(self.pairs.valid, self.tokens, plan.microbatch, longest=self.longest)
+        valid = token_batches(self.pairs.valid, self.tokens, size, longest=self.longest)
         return Session(lean, data, mean_loss(lean.task, valid), "inverse-sqrt")
 
     def _bleu(self, task: Task, tokens: int) -> Evaluation:
@@ -168,6 +173,13 @@ class PairJob:
             return bleu(texts, list(valid.references.texts()))
 
         return Evaluation("BLEU", measure)
+
+
+def _plain_size(plan: Plan) -> int | None:
+    """The tokens of a microbatch: batches of sentences are cut when they are read, so a plan can say nothing more."""
+    if isinstance(plan.microbatch, Mapping):
+        raise ShoestringError(f"translation takes a microbatch in tokens alone, not {in_words(plan.microbatch)!r}")
+    return plan.microbatch
 
 
 def pair_job(task: Task, pairs: Pairs, tokens: int, seed: int, longest: int, quality: str = "loss") -> PairJob:

@@ -150,7 +150,7 @@ class Training:
             "seed": recipe.seed,
             "evaluation": recipe.evaluation.name if recipe.evaluation else None,
             "average": recipe.average,
-            "techniques": self.lean.plan.techniques(),
+            "techniques": task.settings,
         }
 
     # -- the run --------------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Training:
             OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
         self._tell(Replanned(self.update, used, self.lean.plan.techniques()))
         self.budget.reset()
-        settings = self.record.settings | {"techniques": self.lean.plan.techniques()}
+        settings = self.record.settings | {"techniques": self.lean.task.settings}
         self.record = self.record.with_(settings=settings)
         if self.folder is not None:
             self.folder.write_plan(self.lean.plan)

@@ -1,6 +1,6 @@
 """Replanning in the middle of a run: smaller microbatches of the same batch, for the same model and optimizer."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,16 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
     for left in (lambda size: 1.0, lambda size: size / now.size):
         for split, peak in peaks.items():
             if (expected := round(peak + unseen * left(split.size))) <= limit_bytes:
-                plan = lean.plan.with_(microbatch=split.size, predicted_peak_bytes=expected, predicted_bytes={})
-                settings = lean.task.settings | {"microbatch": split.size}
+                value = _resized(lean.plan.microbatch, split.size)
+                plan = lean.plan.with_(microbatch=value, predicted_peak_bytes=expected, predicted_bytes={})
+                settings = lean.task.settings | {"microbatch": value}
                 return lean.continued_as(lean.task.with_(**items, split=split, settings=settings), plan)
     raise OverBudget("no smaller microbatch fits either: plan the run anew with `shoestring plan`, or raise the budget")
+
+
+def _resized(value: Any, size: int) -> Any:
+    """A plan's microbatch with another size."""
+    return {**value, "size": size} if isinstance(value, Mapping) else size
 
 
 def _weighing(task: Task, split: Split) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from ...profiling.dry import dry_run
 from ...structure import tensors
 from ...task import Task
 from ..checkpoint import has_norms
-from ..technique import Least, Price, Risk
+from ..technique import Bounds, Price, Risk, Technique
 from .codecs import CODECS, View
 
 SMALL_BYTES = 64 * 1024
@@ -51,44 +51,48 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """The rules, the first that fits first; `masks`: ReLU and dropout save one bit per element."""
+    """`rules` as in the table above, joined by commas; the first matching one decides.
 
-    rules: tuple[Rule, ...] = ()
-    masks: bool = False
-    text: str = ""
-
-
-def parse(text: str) -> Settings:
-    """A plan's words -> the settings: "head:softmax=half,offload".
-
-    >>> parse("blocks.*=offload").rules
+    >>> Settings("blocks.*=offload,masks").parsed
     (Rule(module='blocks.*', operation='*', codec='offload'),)
     """
-    parts = [part.strip() for part in text.split(",")]
-    rules = tuple(_rule(part) for part in parts if part != "masks")
-    return Settings(rules, "masks" in parts, text)
+
+    rules: str
+
+    @property
+    def parsed(self) -> tuple[Rule, ...]:
+        return tuple(_rule(part) for part in self._parts if part != "masks")
+
+    @property
+    def masks(self) -> bool:
+        """Whether ReLU and dropout save one bit per element."""
+        return "masks" in self._parts
+
+    @property
+    def _parts(self) -> list[str]:
+        return [part.strip() for part in self.rules.split(",")]
 
 
 def _rule(text: str) -> Rule:
     where, _, codec = text.rpartition("=")
     if codec not in CODECS:
-        raise ShoestringError(f"nothing can be kept by {codec!r} (of {text!r}): use {EXAMPLES}")
+        raise ShoestringError(f"there is no codec {codec!r} (of {text!r}): use {EXAMPLES}")
     module, _, operation = where.partition(":")
     return Rule(module or "*", operation or "*", codec)
 
 
-def risk(task: Task, text: str) -> Risk:
-    """The largest of the codecs'."""
-    return max((CODECS[rule.codec].risk for rule in parse(text).rules), default=Risk.EXACT)
+def risk(task: Task, rules: str) -> Risk:
+    """The highest of the codecs' risks."""
+    return max((CODECS[rule.codec].risk for rule in Settings(rules).parsed), default=Risk.EXACT)
 
 
 def options(task: Task) -> list[str]:
-    """What the planner tries: everything by one rule."""
+    """What the planner tries: one rule for the whole model."""
     return ["masks", "offload", "half"]
 
 
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
-    """Why a way to keep saved tensors does nothing beside a plan's other settings, or nothing that is worth it."""
+    """Why a rule would change nothing beside a plan's other settings, or not enough."""
     activations, checkpoint = settings.get("activations"), str(settings.get("checkpoint", ""))
     if activations == "masks" and (checkpoint or "precision" in settings):
         return "checkpointing and 16 bits save one bit per element of ReLU and dropout already"
@@ -100,23 +104,25 @@ def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def least(task: Task, text: str) -> Least:
-    """Half leaves half. Masks leave what the next layer saves: 4.25 of the 9 bytes of a ReLU with dropout after it."""
-    return Least(moving={"half": 0.45, "masks": 0.4}.get(text, 0.0))
-
-
-def price(task: Task, text: str) -> Price | None:
-    """Masks may be faster than what they replace."""
-    return None if text == "masks" else Price(None, "disk" if text == "offload" else "memory")
+def bounds(task: Task, rules: str) -> Bounds:
+    """Half leaves half. Masks leave what the next layer saves, 4.25 of the 9 bytes of a ReLU with dropout after it, and
+    may be faster than what they replace."""
+    if rules == "masks":
+        return Bounds(moving=0.4)
+    price = Price(None, "disk" if rules == "offload" else "memory")
+    return Bounds(moving=0.45 if rules == "half" else 0.0, price=price)
 
 
 def apply(task: Task, settings: Settings) -> Task:
-    """A task -> the same task that keeps less of what its operations save."""
+    """A task -> the same task, which stores the activations that its operations save in another form."""
     if settings.masks:
         task = _with_masks(task)
-    if settings.rules:
-        task = _with_rules(task, settings.rules)
-    return task.with_(settings=task.settings | {"activations": settings.text})
+    if settings.parsed:
+        task = _with_rules(task, settings.parsed)
+    return task
+
+
+TECHNIQUE = Technique(Settings, apply, options, risk, refuses=refuses, bounds=bounds)
 
 
 def _with_masks(task: Task) -> Task:

@@ -99,14 +99,6 @@ class Spill:
             _telling(self.folder, partial(_read, self.file.fileno(), _bytes(tensor), offset))
 
 
-@contextmanager
-def paging() -> Iterator[list[int]]:
-    """-> a list that gets the bytes of each tensor that goes to disk inside the context, in a trace too."""
-    told: list[int] = []
-    with Ambient.during(offloaded_bytes=told):
-        yield told
-
-
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     """A tensor -> itself if it is in one piece, else rows of it that are quickly copied into one."""
     if tensor.is_contiguous():

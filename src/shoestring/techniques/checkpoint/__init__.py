@@ -34,7 +34,7 @@ from ...passes.switches import switched
 from ...structure import leaves
 from ...task import Task
 from ...units import parse_bytes
-from ..technique import Price
+from ..technique import Bounds, Price, Technique
 from .blocks import block_costs, find_blocks
 from .chains import find_chains
 from .segments import choose_segments, least_bytes
@@ -76,12 +76,12 @@ def options(task: Task) -> list[str]:
     return [*(["no-bn"] if norms else []), "every-4", "every-12"]
 
 
-def price(task: Task, strategy: str) -> Price | None:
-    """What is not kept is made again. Fused batch norm may be faster than PyTorch's; no-bn is that alone."""
+def bounds(task: Task, strategy: str) -> Bounds:
+    """Recomputing takes time. Fused batch norm may be faster than PyTorch's; no-bn is that alone."""
     if strategy == "no-bn":
-        return None
+        return Bounds()
     fused = has_norms(task.model) and ("*" in strategy or _OPTIMAL.fullmatch(strategy))
-    return Price("no-bn" if fused else None, "memory")
+    return Bounds(price=Price("no-bn" if fused else None, "memory"))
 
 
 def check(strategy: str) -> None:
@@ -101,8 +101,10 @@ def apply(task: Task, settings: Settings) -> Task:
     if settings.strategy == "none":
         raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
     others = tuple(context for context in task.contexts if not isinstance(context, Regions))
-    task = _with_strategy(task.with_(contexts=others), settings)
-    return task.with_(settings=task.settings | {"checkpoint": settings.strategy})
+    return _with_strategy(task.with_(contexts=others), settings)
+
+
+TECHNIQUE = Technique(Settings, apply, options, bounds=bounds)
 
 
 def _with_strategy(task: Task, settings: Settings) -> Task:

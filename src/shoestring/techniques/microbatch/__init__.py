@@ -23,7 +23,7 @@ from ...errors import NoEffect, ShoestringError
 from ...passes.mode import askers_of
 from ...passes.patching import patched
 from ...task import Task
-from ..technique import Effect, Risk
+from ..technique import Effect, Risk, Technique
 from .adding_up import Verdict, judge
 from .pieces import SPLITS, Split, check_names
 
@@ -45,11 +45,13 @@ def options(task: Task) -> list[int]:
     """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces; refused where pieces do not add up."""
     _accept(verdict(task))
     whole = units(task)
+    if whole == 1:
+        raise NoEffect("a batch of one cannot be split")
     return sorted({-(-whole // pieces) for pieces in (2, 4, 10, 25, 100)} - {whole}, reverse=True)
 
 
 def units(task: Task) -> int:
-    """How many of what a microbatch counts are in the task's batch."""
+    """The batch size in the unit of microbatches: examples or tokens."""
     return split_of(task, 1).measure(task.batch)
 
 
@@ -85,8 +87,8 @@ def split_of(task: Task, size: int, by: str = "") -> Split:
     return SPLITS[by](size, task.padding, task.shared)
 
 
-def degree(task: Task, size: int) -> int:
-    """Statistics of fewer than 4 examples are a step worse again."""
+def roughness(task: Task, size: int) -> int:
+    """Statistics of fewer than 4 examples are one step worse than of 4 to 9."""
     return 1 + (size < 4) if risk(task, size) == Risk.APPROXIMATE else 0
 
 
@@ -113,7 +115,10 @@ def apply(task: Task, settings: Settings) -> Task:
     check_names(task.batch, task.shared)
     list(split(task.batch))  # refuses now what it would refuse in the step
     changed = _simulated(task, settings, by) if settings.simulated else {"split": split} | weighing(task, split)
-    return task.with_(**changed, settings=task.settings | {"microbatch": settings.size})
+    return task.with_(**changed)
+
+
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect)
 
 
 def weighing(task: Task, split: Split) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ...errors import NoEffect, ShoestringError
 from ...kernels.moments import FORMS
 from ...optimizers import trainable
 from ...task import SGD, Adam, Task
-from ..technique import Effect, Risk
+from ..technique import Effect, Risk, Technique
 from .base import LOSS_SCALE, LeanOptimizer, refuse_in_backward, why_gradients_stay
 from .factored import SM3, Adafactor, LeanAdafactor, LeanSM3
 from .rules import Group, Rule, groups_of
@@ -93,14 +93,19 @@ class Settings:
 
 
 def options(task: Task) -> list[str]:
-    """What the planner tries, from the mildest on; refused with the reason where there is no lean form."""
+    """Words that the planner tries, the mildest first; refused with the reason if there is no lean form."""
     rule = lean_update(task).rule
     if not isinstance(rule, SGD | Adam):
-        return []
-    extra = [IN_BACKWARD] if why_gradients_stay(task) is None else []
-    # Of SGD, neither factored method would need less than 8 bits do: its state has no second moment.
+        raise NoEffect(f"{type(rule).__name__} has factored state already")
+    extra = [IN_BACKWARD] if runs_in_backward(task) else []
+    # SGD has no second moment to factor: 8 bits are the smallest state.
     forms = ["8bit", "sm3+8bit", "adafactor"] if isinstance(rule, Adam) else ["8bit"]
     return [*extra, *(f"{form}{more}" for form in forms for more in ("", *(f"+{word}" for word in extra)))]
+
+
+def runs_in_backward(task: Task) -> bool:
+    """Whether a task's optimizer could update each weight as soon as its gradient is made."""
+    return isinstance(lean_update(task).rule, SGD | Adam) and why_gradients_stay(task) is None
 
 
 def risk(task: Task, words: str) -> Risk:
@@ -156,8 +161,10 @@ def apply(task: Task, settings: Settings) -> Task:
         lean = replace(lean, in_backward=True)
     if all(map(has_no_state, lean.rules)) and lean.state != "fp32" and not kind and not lean.in_backward:
         raise NoEffect(f"{lean.rule} keeps nothing that {lean.state} could make smaller: leave it out of the plan")
-    settings_now = task.settings | {"optimizer": settings.words}
-    return task.with_(optimizer=lean, settings=settings_now)
+    return task.with_(optimizer=lean)
+
+
+TECHNIQUE = Technique(Settings, apply, options, risk, refuses=refuses, effect=effect)
 
 
 def lean_update(task: Task, state: str | None = None) -> LeanSettings:

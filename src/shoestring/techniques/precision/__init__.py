@@ -22,9 +22,8 @@ from ...errors import ShoestringError
 from ...passes.boundary import bound
 from ...passes.mode import with_mode
 from ...task import Task
-from ..optimizer import IN_BACKWARD, lean_update
-from ..optimizer import options as optimizer_options
-from ..technique import Least, Risk
+from ..optimizer import lean_update, runs_in_backward
+from ..technique import Bounds, Risk, Technique
 from .loss_scale import Scaling
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -38,6 +37,23 @@ class Settings:
     """`form`: fp16 or bf16."""
 
     form: str
+
+
+def options(task: Task) -> list[str]:
+    """FP16, and BF16 if the optimizer can run in backward, which FP16's loss scale does not allow. Without that, BF16
+    takes as many bytes as FP16 and holds fewer digits."""
+    return ["fp16", "bf16"] if runs_in_backward(task) else ["fp16"]
+
+
+def risk(task: Task, form: str) -> Risk:
+    """Neutral: the paper's section 3.2 finds no loss of accuracy in FP16 on WRN-28-2 and 0.15 BLEU on the Transformer;
+    BF16 with stochastic rounding is within the spread of the seeds in docs/accuracy_precision.md."""
+    return Risk.NEUTRAL
+
+
+def bounds(task: Task, form: str) -> Bounds:
+    """Half of the lasting bytes, except 8-bit state, which is smaller already. Both dtypes make tensors of one size."""
+    return Bounds(lasting=0.45, traced_as="fp16")
 
 
 def apply(task: Task, settings: Settings) -> Task:
@@ -54,31 +70,10 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(
         optimizer=lean_update(task, state=settings.form),
         scaling=Scaling() if dtype == torch.float16 else task.scaling,
-        settings=task.settings | {"precision": settings.form},
     )
 
 
-def options(task: Task) -> list[str]:
-    """Forms that the planner tries. BF16 has no loss scale to wait for, so that gradients can be used up as they are
-    made: where that is not possible, it takes as many bytes as FP16 and holds fewer digits."""
-    possible = any(IN_BACKWARD in words for words in optimizer_options(task))
-    return ["fp16", "bf16"] if possible else ["fp16"]
-
-
-def risk(task: Task, form: str) -> Risk:
-    """Neutral: the paper's section 3.2 finds no loss of accuracy in FP16 on WRN-28-2 and 0.15 BLEU on the Transformer;
-    BF16 with stochastic rounding is within the spread of the seeds in docs/accuracy_precision.md."""
-    return Risk.NEUTRAL
-
-
-def alike(form: str) -> str:
-    """Both forms make tensors of the same sizes."""
-    return "fp16"
-
-
-def least(task: Task, form: str) -> Least:
-    """Half of what lasts, but for 8-bit state, which is as small already."""
-    return Least(lasting=0.45)
+TECHNIQUE = Technique(Settings, apply, options, risk, bounds=bounds)
 
 
 def check_convertible(model: nn.Module, dtype: torch.dtype) -> None:

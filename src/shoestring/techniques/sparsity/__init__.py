@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...errors import ShoestringError
+from ...errors import NoEffect, ShoestringError
 from ...task import Task
-from ..technique import Effect, Risk
+from ..technique import Effect, Risk, Technique
 from .conversion import check_nonzero, from_dense
 from .layer import SparseLayer
 from .layers import SparseConv2d
@@ -28,6 +28,7 @@ FRACTION = 0.01377866  # of all positions, rewired at a time (the paper's table 
 # Percent of nonzeros -> how many times the default fraction is rewired, and how many times as often: tables 8 and 9.
 CONVOLUTIONAL = {50: (4, 0.5), 40: (1, 2), 30: (2, 0.5), 20: (2, 1), 10: (1, 0.5), 5: (1, 0.25)}
 OTHER = {50: (4, 0.125), 40: (4, 0.125), 30: (4, 0.125), 20: (2, 0.25), 10: (1, 0.5), 5: (0.5, 0.5)}
+WARNING = "the paper's WRN-28-2 lost 0.3 points of accuracy at 30%, 0.6 at 20%; smaller networks lose more"
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ class Settings:
     """`nonzero` is in percent; `layers` are names or types (with * and ?), by default those of `selection.select`.
 
     `fraction` of all positions is rewired at a time. Multipliers that are None are those of the paper's tables 8
-    (where most positions are in convolutions) and 9, at the nearest density, and are fitted to few nonzeros and to
-    short runs (see `rewiring`); what is set is done as it is, or refused. `updates` is the length of a run whose length
-    nobody tells. `keep` says what is kept of weights that exist already.
+    (if most positions are in convolutions) and 9, at the nearest density, and are fitted to few nonzeros and to short
+    runs (see `rewiring`); explicit ones are used as they are, or refused. `updates` is the run length assumed when the
+    trainer does not pass one. `positions` says which weights of a dense model survive: random ones, or the largest.
     """
 
     nonzero: float
@@ -47,35 +48,32 @@ class Settings:
     fraction_multiplier: float | None = None
     frequency_multiplier: float | None = None
     updates: int = 100_000
-    keep: str = "random"
+    positions: str = "random"
     seed: int = 0
 
 
 def options(task: Task) -> list[float]:
-    """Percentages that the planner tries: none where there is no layer to make sparse."""
+    """Percentages that the planner tries."""
     try:
         select(task.model)
-    except ShoestringError:
-        return []
+    except ShoestringError as error:
+        raise NoEffect(str(error)) from None
     return [50, 40, 30, 20, 10]
-
-
-WARNING = "the paper's WRN-28-2 lost 0.3 points of accuracy at 30%, 0.6 at 20%; smaller networks lose more"
 
 
 def risk(task: Task, nonzero: float) -> Risk:
     return Risk.APPROXIMATE
 
 
-_DEGREES = {50: 1, 40: 1, 30: 1, 20: 2}  # the paper's Table 3: at 10% and below more than two points are lost
+_ROUGHNESS = {50: 1, 40: 1, 30: 1, 20: 2}  # the paper's Table 3: at 10% and below more than two points are lost
 
 
-def degree(task: Task, nonzero: float) -> int:
-    return _DEGREES.get(int(nonzero), 4)
+def roughness(task: Task, nonzero: float) -> int:
+    return _ROUGHNESS.get(int(nonzero), 4)
 
 
 def effect(task: Task, nonzero: float) -> Effect:
-    """The nonzeros and the smaller of two indices: a bit a position, or a byte a nonzero."""
+    """The nonzeros and the smaller of two indices: one bit per position, or one byte per nonzero."""
     layers, density = select(task.model), nonzero / 100
     item_bytes = next(iter(layers.values())).weight.element_size()
     index = min(1 / 8, density) / item_bytes
@@ -90,15 +88,14 @@ def apply(task: Task, settings: Settings) -> Task:
     on_meta = any(parameter.is_meta for parameter in task.model.parameters())
     model = copy.deepcopy(task.model) if on_meta else task.model
     found = readers(task)
-    from_dense(model, settings.nonzero, settings.layers, settings.keep, settings.seed, found)
+    from_dense(model, settings.nonzero, settings.layers, settings.positions, settings.seed, found)
     if found and not on_meta:
         warnings.warn(words_of(found), stacklevel=2)
     hooks = () if settings.method == "static" else (rewiring(model, settings),)
-    return task.with_(
-        model=model,
-        after_update=(*task.after_update, *hooks),
-        settings=task.settings | {"nonzero": settings.nonzero},
-    )
+    return task.with_(model=model, after_update=(*task.after_update, *hooks))
+
+
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=WARNING)
 
 
 def _check_rewiring(settings: Settings) -> None:

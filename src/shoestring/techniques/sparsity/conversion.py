@@ -20,14 +20,14 @@ from .layers import sparse_kind
 from .rewiring import shares
 from .selection import NOBODY, select
 
-KEEP = ("largest", "random")
+POSITIONS = ("largest", "random")
 
 
 def from_dense(
     model: nn.Module,
     nonzero: float,
     layers: tuple[str, ...] = (),
-    keep: str = "largest",
+    positions: str = "largest",
     seed: int = 0,
     readers: Mapping[str, str] = NOBODY,
 ) -> nn.Module:
@@ -36,8 +36,8 @@ def from_dense(
     Of a weight on the meta device only the sizes are fixed; it is drawn when the model is materialised.
     """
     check_nonzero(nonzero)
-    if keep not in KEEP:
-        raise ShoestringError(f"there is no way {keep!r} to choose what is kept: use one of {', '.join(KEEP)}")
+    if positions not in POSITIONS:
+        raise ShoestringError(f"positions={positions!r} is not known: use one of {', '.join(POSITIONS)}")
     chosen = select(model, layers, readers)
     groups = _by_weight(chosen)
     sizes = [chosen[names[0]].weight.numel() for names in groups]
@@ -48,7 +48,7 @@ def from_dense(
             raise ShoestringError(f"{names[0]} is too small to keep a weight at {nonzero:g}%: leave it out")
     random = nonzeros.generator_from(torch.Generator().manual_seed(seed))
     for names, count in zip(groups, counts, strict=True):
-        bits = _bits(chosen[names[0]], count, keep, random)
+        bits = _bits(chosen[names[0]], count, positions, random)
         first: SparseLayer | None = None
         for name in names:
             dense = chosen[name]
@@ -71,12 +71,12 @@ def _by_weight(layers: dict[str, Any]) -> list[list[str]]:
     return list(groups.values())
 
 
-def _bits(dense: Any, count: int, keep: str, random: np.random.Generator) -> nonzeros.Bits | None:
+def _bits(dense: Any, count: int, positions: str, random: np.random.Generator) -> nonzeros.Bits | None:
     """The positions that are kept of a layer's weight; none of one that has no values yet."""
     weight, never = dense.weight.detach(), sparse_kind(dense).forbidden(dense)
     if weight.is_meta:
         return None
-    if keep == "largest":
+    if positions == "largest":
         return nonzeros.largest(weight.reshape(-1), count, never)
     bits = nonzeros.empty_bitmap(weight.numel())
     nonzeros.grow(bits, weight.numel(), count, random, never)
