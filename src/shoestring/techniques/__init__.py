@@ -1,14 +1,15 @@
 """The techniques, in the order in which a plan applies them: the only list of them.
 
-| word | module | what it does | card, in docs/techniques |
-|---|---|---|---|
-| `nonzero` | sparsity/ | sparse weights, rewired while training | sparsity.md |
-| `precision` | precision/ | FP16 or BF16 for all tensors, no FP32 copy | precision.md |
-| `optimizer` | optimizer/ | 8- and 16-bit state, factored state, optimizer in backward | lean_optimizer.md |
-| `checkpoint` | checkpoint/ | activation checkpointing | checkpoint.md |
-| `activations` | activations/ | saved activations offloaded, in 16 bits, or as 1-bit masks | activations.md |
-| `microbatch` | microbatch/ | gradient accumulation | microbatch.md |
+| word | module | what it does |
+|---|---|---|
+| `nonzero` | sparsity/ | sparse weights, rewired while training |
+| `precision` | precision/ | FP16 or BF16 for all tensors, no FP32 copy |
+| `optimizer` | optimizer/ | 8- and 16-bit state, factored state, optimizer in backward |
+| `checkpoint` | checkpoint/ | activation checkpointing |
+| `activations` | activations/ | saved activations offloaded, in 16 bits, or as 1-bit masks |
+| `microbatch` | microbatch/ | gradient accumulation |
 
+The card of a technique is docs/techniques/MODULE.md.
 A plan's fields, the flags of the command line and `registry.REGISTRY` are made from `WORDS`. A module has a `Settings`
 dataclass and a record, `TECHNIQUE`. Nothing here imports torch, so that `shoestring --help` does not wait for it.
 """
