@@ -160,7 +160,7 @@ def test_the_step_of_a_built_in_model_is_traced_again_where_the_run_left_none(tm
 @pytest.mark.parametrize("settings", ({"updates": 4}, {"updates": 4, "batch": 20}))
 def test_a_task_that_cannot_be_made_again_is_said(tmp_path, settings):
     run = run_data(write_run(tmp_path / "run", task="mine", settings=settings))
-    assert run["steps"] == {} and "mine cannot be made again" in said(run)
+    assert run["steps"] == {} and "mine cannot be rebuilt" in said(run)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -46,7 +46,7 @@ class Bytes:
 
 
 class _Refused(Exception):
-    """What is wrong at the instruction just read."""
+    """The instruction just read is not allowed, with the reason."""
 
 
 def read_pickle(path: Path) -> dict[str, Any]:

@@ -28,6 +28,6 @@ class Measurement:
     tensor_timeline: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """-> a plain record; the two timelines are left out, for they have a number for each event."""
+        """-> a plain record, without the two timelines, which have a number per event."""
         record = asdict(self)
         return {key: record[key] for key in record if not key.endswith("timeline")}

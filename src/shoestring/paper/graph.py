@@ -44,7 +44,7 @@ class Node:
         return self.elements if self.not_padding is None else self.not_padding
 
     def output(self, place: int) -> Kept:
-        """What is kept when its output is; `place` is its own."""
+        """Its output as a saved tensor; `place` is its own index."""
         return Kept(place, "output", self.elements, self.bits)
 
 
@@ -109,7 +109,7 @@ class Graph:
         return None
 
     def needs(self, start: int, end: int) -> dict[Kept, int]:
-        """What the backward passes of nodes `start` to `end` - 1 need -> the first node that needs it."""
+        """The tensors that the backward passes of nodes `start` to `end` - 1 need -> the first node that needs each."""
         first: dict[Kept, int] = {}
         for place in range(start, end):
             for kept in self.nodes[place].needs:

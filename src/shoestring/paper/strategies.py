@@ -35,14 +35,14 @@ class Stay:
 
 @dataclass
 class Schedule:
-    """The forward values' stays; the nodes that run again, and whether with saved statistics."""
+    """How long forward values stay; the nodes that are recomputed, and whether with saved statistics."""
 
     stays: list[Stay] = field(default_factory=list)
     again: list[int] = field(default_factory=list)
     saves_statistics: bool = True
 
     def keep(self, needs: dict[Kept, int], since: int, known: Iterable[Kept] = ()) -> None:
-        """Values with the first node that needs each stay from node `since` on, but for the `known` ones."""
+        """Values with the first node that needs each stay from node `since` on, except the `known` ones."""
         known = set(known)
         self.stays += [Stay(kept, since, first) for kept, first in needs.items() if kept not in known]
 

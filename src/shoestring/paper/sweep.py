@@ -48,7 +48,7 @@ def write_activations(ledger: Ledger, graph: Graph, plan: Schedule, items: int, 
 
 
 def category(kept: Kept, node: Node) -> Category:
-    """What a tensor that is there in the backward pass is for."""
+    """The category of a tensor that is in memory in the backward pass."""
     if kept.what == "gradient":
         return Category.ACTIVATION_GRADIENT
     return Category.ACTIVATION if node.differentiable else Category.INPUT

@@ -1,6 +1,6 @@
 """Pictures of memory: a step's timeline beside its parts, two timelines, predicted against measured.
 
-Needs the extra `plot`. The kind of file is told by the suffix: .svg, .png or .pdf.
+Needs the extra `plot`. The suffix decides the file format: .svg, .png or .pdf.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a study found: its rows, and the paper's claims judged by them."""
+"""The results of a study: its rows, and the paper's claims judged by them."""
 
 import json
 import math

@@ -36,7 +36,7 @@ def measure(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Trains as the job says -> the quality by epoch and what else is told of a trial."""
+    """Trains as the job says -> the quality by epoch and the other results of a trial."""
     import torch
 
     from ..training.loop import train

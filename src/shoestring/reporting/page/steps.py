@@ -88,7 +88,7 @@ def steps_of(path: Path, record: "RunRecord | None", plan: "Plan | None") -> tup
     try:
         return _traced_again(record, plan)
     except ShoestringError as error:
-        return {}, [f"the memory of a step is not shown: {record.task or 'the task'} cannot be made again ({error})"]
+        return {}, [f"the memory of a step is not shown: {record.task or 'the task'} cannot be rebuilt ({error})"]
 
 
 def _is_step(step: Any) -> bool:
