@@ -104,8 +104,8 @@ REFUSALS = (
     "has no batch norm",
     "has no repeated blocks",
     "is not called with what",  # blocks that do not follow each other are no region
-    "was changed in place after it was kept",  # where a region begins
-    "changes its input in place, so it cannot be run again",
+    "was changed in place after it was saved",  # where a region begins
+    "changes its input in place, so it cannot be recomputed",
     "microbatches do not add up",  # batch norm that ignores eval mode: examples meet in the loss
     "got its gradient in two parts",  # a weight that several regions share cannot be updated in the backward pass
 )

@@ -1,4 +1,4 @@
-"""Regions that run again: what they keep, when they run, and where they stop."""
+"""Regions: what they save, when they are recomputed, and where that stops."""
 
 from contextlib import contextmanager
 
@@ -122,7 +122,7 @@ def test_a_region_whose_second_run_saves_less_is_told():
         runs.append(1)
         return x.exp().sin() if len(runs) == 1 else x.exp() + 1
 
-    with pytest.raises(ShoestringError, match="the region saved 1 tensors in place of 2 when it was run again"):
+    with pytest.raises(ShoestringError, match="the region saved 1 tensors in place of 2 when it was recomputed"):
         Region("the region").call(moody, (leaf() * 2,), {}).sum().backward()
 
 
@@ -198,7 +198,7 @@ def test_random_numbers_of_another_device_are_drawn_again_and_its_generator_goes
 
 def test_without_its_devices_a_region_that_draws_there_is_told(accelerator):
     loss = Region("region").call(noisy(accelerator.generators[1]), (leaf() * 2,), {}).sum()
-    with pytest.raises(ShoestringError, match=r"region saved other values of \(3,\) when it was run again"):
+    with pytest.raises(ShoestringError, match=r"region saved other values of \(3,\) when it was recomputed"):
         loss.backward()
 
 
@@ -226,7 +226,7 @@ def test_autocast_of_another_device_is_as_it_was(accelerator, dtype):
 
 # -- what a second run is compared by ---------------------------------------------------------------------------------
 def fickle(change):
-    """A function that saves two tensors, the first of which `change` is done to when it is run again."""
+    """A function that saves two tensors, the first of which `change` is done to when it is recomputed."""
     runs = []
 
     def function(x):

@@ -118,7 +118,7 @@ def test_a_new_tensor_in_the_place_of_one_that_died_is_packed_anew():
 def test_what_nobody_wants_any_more_is_forgotten():
     shared, x = Deduplicated(), torch.randn(100)
     shared.once(x, Copy)
-    assert not shared._kept
+    assert not shared._packed
 
 
 ROW = torch.arange(12.0).view(3, 4)

@@ -26,7 +26,7 @@ Who calls whom, for one block of batch norm, ReLU and convolution under `checkpo
                                   -> norm_relu_product -> store(x) -> Region._ticket        x itself is not kept
                                   -> NormReluProduct.forward -> Convolution.forward -> kernels/
     backward   autograd           -> NormReluProduct.backward -> Ticket.take -> Region.take
-                                  -> Region._run_again         the forward lines once more, in phase RECOMPUTE, with the
+                                  -> Region._recompute         the forward lines once more, in phase RECOMPUTE, with the
                                                                same statistics, until all tickets have their tensors
                                   -> Convolution.weight_gradient, Convolution.input_gradient, batch_norm_backward
 

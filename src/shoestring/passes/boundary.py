@@ -1,11 +1,12 @@
-"""The boundary of a model in 16 bits: whatever module of it is called, inside a step or not, takes and gives FP32.
+"""The boundary of a 16-bit model: whichever of its modules is called, inside a step or not, takes and returns FP32.
 
-A module is called from outside if no other of its model's is running: the model itself, or its encoder if a loss calls
-that. Its floating inputs become 16 bits. Its outputs become FP32 if FP32 came in, or ids alone; a layer that is given
-16 bits, or an embedding, answers in 16 bits: it is one of those that a method of the model calls one by one. Inside, a
-layer takes what its weights are, for a model may make FP32 tensors of its own (timesteps, noise) on the way.
+A module is called from outside if no other module of its model is running: the model itself, or its encoder if a loss
+calls that. Its floating inputs are cast to 16 bits. Its outputs are cast to FP32 if FP32 came in, or ids alone; a layer
+that is given 16 bits, or an embedding, returns 16 bits: a method of the model is calling its layers one by one. Inside
+the model, a layer's inputs are cast to the dtype of its weights, because a model may make FP32 tensors of its own
+(timesteps, noise) on the way.
 
-These are hooks that stay with the model, so that it can be called, copied and saved like any other.
+These hooks stay with the model, so that it can be called, copied and saved like any other.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..structure import mapped, tensors
 
 
 class Layer(nn.Module):
-    """A layer of our own: its floating inputs are cast to the dtype of its weights, as those of PyTorch's layers."""
+    """A layer of our own: its floating inputs are cast to the dtype of its weights, like those of PyTorch's layers."""
 
 
 LAYERS = (
@@ -28,7 +29,7 @@ LAYERS = (
 
 
 class OutsideCall(NamedTuple):
-    """The call from outside that is running: of which module, how deep in itself, and whether it answers in FP32."""
+    """The call from outside that is running: of which module, how deep in itself, and whether it returns FP32."""
 
     module: nn.Module
     depth: int
@@ -37,7 +38,7 @@ class OutsideCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CastInputs:
-    """A forward pre-hook: floating inputs become `dtype` at the boundary, and where a layer needs it."""
+    """A forward pre-hook: casts floating inputs to `dtype` at the boundary, and wherever a layer needs it."""
 
     dtype: torch.dtype
     is_model: bool
@@ -59,7 +60,7 @@ class CastInputs:
 
 @dataclass(frozen=True)
 class CastOutputs:
-    """A forward hook, called whatever was raised: the call from outside ends."""
+    """A forward hook, called even after an exception: ends the call from outside, and casts its outputs."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         call = Ambient.now().outside_call
@@ -70,7 +71,7 @@ class CastOutputs:
 
 
 def bound(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives each module of a model in `dtype` its boundary; one that has it from an earlier plan gets the new one."""
+    """Registers the hooks on each module of a model in `dtype`, in place of those of an earlier plan."""
     release(model)
     for module in model.modules():
         module.register_forward_pre_hook(CastInputs(dtype, module is model), with_kwargs=True)
@@ -78,7 +79,7 @@ def bound(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def release(model: nn.Module) -> None:
-    """Takes the boundary away."""
+    """Removes the hooks."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for number in [number for number, hook in hooks.items() if isinstance(hook, CastInputs | CastOutputs)]:
@@ -86,24 +87,24 @@ def release(model: nn.Module) -> None:
 
 
 def move_boundary(old: nn.Module, new: nn.Module) -> None:
-    """Gives a layer that takes another's place that one's boundary; its other hooks, too, if it has any."""
+    """Moves the hooks, the boundary's and any others, to the layer that replaces another."""
     vars(new).update({name: hooks for name, hooks in vars(old).items() if name.startswith("_forward_")})
 
 
 def hooks_of_others(module: nn.Module) -> bool:
-    """Whether a module has hooks beside those of a boundary."""
+    """Whether a module has hooks other than the boundary's."""
     homes = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(not isinstance(hook, CastInputs | CastOutputs) for hooks in homes for hook in hooks.values())
 
 
 def is_backward() -> bool:
-    """Whether a backward pass is running: a module that is called there belongs to a call that has ended."""
+    """Whether a backward pass is running: a module called there belongs to a call from outside that has ended."""
     return torch._C._current_autograd_node() is not None
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of any structure -> the same in `dtype`. Those that are so already are not touched: the
-    placeholder of a fused norm would be made real by any call."""
+    """Floating tensors of any structure -> the same in `dtype`. Those that have it already are not touched: any call on
+    the placeholder of a fused norm would make it real."""
     return mapped(lambda leaf: leaf.to(dtype) if is_floating(leaf) and leaf.dtype != dtype else leaf, tree)
 
 

@@ -1,4 +1,4 @@
-"""Buffers that a block changes as it runs forward: a second run begins with those of the first, and changes none."""
+"""Buffers that a block changes in its forward pass: a recomputation starts from the first run's, and changes none."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -7,23 +7,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-COPIED_BYTES = 1 << 20  # of larger buffers, such as tables of positions, no copy is made before the first run
+COPIED_BYTES = 1 << 20  # larger buffers, such as tables of positions, are not copied before the first run
 
 
 class Slot(NamedTuple):
-    """The place of a buffer: the module's buffers, and its name there."""
+    """Where a buffer is: its module's buffers, and its name there."""
 
     home: dict[str, Tensor | None]
     name: str
 
     def mark(self) -> tuple[int, int]:
-        """Another number each time the buffer is changed, in place or for a new one."""
+        """Differs whenever the buffer was changed, in place or replaced."""
         buffer = self.home.get(self.name)
         return id(buffer), -1 if buffer is None else buffer._version
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """A block -> the places of its buffers, but for those of batch norms: the lean run sees that they count once."""
+    """A block -> where its buffers are, except those of batch norms: the lean mode sees to it that they change once."""
     inside = (part for part in module.modules() if not isinstance(part, nn.modules.batchnorm._BatchNorm))
     return [Slot(part._buffers, name) for part in inside for name in part._buffers]
 
@@ -41,7 +41,7 @@ class Buffers:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Copies stand in for the buffers inside the context; what is done to them is nobody's."""
+        """Inside the context, copies stand in for the buffers, and changes to them are dropped."""
         buffers = [(slot, slot.home.get(slot.name)) for slot, *_ in self.kept]
         for (slot, buffer), (*_, copy) in zip(buffers, self.kept, strict=True):
             slot.home[slot.name] = copy if copy is not None or buffer is None else buffer.clone()

@@ -1,4 +1,4 @@
-"""What a tensor looked like: shape, type, checksum. By these a region's second run is compared with its first."""
+"""A tensor's shape, dtype and checksum, by which a region's recomputation is compared with its first run."""
 
 import zlib
 from functools import lru_cache
@@ -16,7 +16,7 @@ _GOLDEN = -0x61C8864680B583EB  # 2**64 / the golden ratio, signed: its multiples
 
 
 class Seen(NamedTuple):
-    """`checksum` is None where there are no values: in a trace, and of layouts that are not strided."""
+    """`checksum` is None if there are no values: in a trace, and for layouts that are not strided."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Seen(NamedTuple):
             return cls(tensor.shape, tensor.dtype, _checksum(tensor.detach()))
 
     def difference(self, first: "Seen | None", values: bool = True) -> str:
-        """What is other here than it was at first, in words; empty where all is alike. `values`: compare them too."""
+        """How this differs from the first run, in words; "" if it does not. `values`: compare checksums too."""
         if first is None:
             return f"{tuple(self.shape)} in place of nothing"
         if (self.shape, self.dtype) != (first.shape, first.dtype):
@@ -39,29 +39,29 @@ class Seen(NamedTuple):
 
 
 def _checksum(tensor: Tensor) -> int | Tensor | None:
-    """A number that follows from the bits and the order of the tensor's samples."""
+    """A number that depends on the bits and the order of a sample of the tensor's elements."""
     if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta or is_traced():
         return None
     sample = _sample(tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(torch.uint8)
     if sample.device.type == "cpu":
         return zlib.crc32(sample.numpy().data)
     weights = torch.arange(1, sample.numel() + 1, device=sample.device) * _GOLDEN
-    return (sample.flatten() * weights).sum()  # stays on the device, so that nobody waits for it in the forward pass
+    return (sample.flatten() * weights).sum()  # stays on the device: no synchronisation in the forward pass
 
 
 def _sample(tensor: Tensor) -> Tensor:
     """All of a small tensor; of a large one a few elements at each of about SPOTS places, evenly spread."""
     step, width = (tensor.numel() // SPOTS | 1, WIDTH) if tensor.numel() > ALL else (1, 1)
-    count = (tensor.numel() - width) // step + 1  # the step is odd, so that each column of a matrix has its turn
+    count = (tensor.numel() - width) // step + 1  # the step is odd, so that each column of a matrix is sampled
     if tensor.is_contiguous() or _in_memory(tensor).is_contiguous():
         return tensor.as_strided((count, width), (step, 1))
     offsets, span = _offsets(tensor.shape, tensor.stride(), count, step, width)
     return tensor.as_strided((span,), (1,))[offsets.to(tensor.device)]
 
 
-@lru_cache(maxsize=16)  # the layers of a model are alike, and it takes longer than all the rest
+@lru_cache(maxsize=16)  # layers of a model are alike, and this takes longer than all the rest
 def _offsets(shape: tuple, strides: tuple, count: int, step: int, width: int) -> tuple[Tensor, int]:
-    """Where in memory the samples of a view lie, from its first element on, and how far its last is from that."""
+    """Offsets of the samples of a view from its first element, and how far apart its first and last elements are."""
     places = np.unravel_index(np.arange(count)[:, None] * step + np.arange(width), shape)
     offsets = sum(place * stride for place, stride in zip(places, strides, strict=True))
     span = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1

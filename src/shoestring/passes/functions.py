@@ -1,8 +1,8 @@
-"""Autograd functions that keep less than PyTorch's own: convolution, linear, batch norm, ReLU, dropout.
+"""Autograd functions that save less than PyTorch's own: convolution, linear, batch norm, ReLU, dropout.
 
-Each keeps its input through `keeping.keep`, before it computes, and takes it back once. Convolution and linear
-make the weight's gradient first, let go of the input, and only then make the input's gradient. Batch norm keeps its
-input and two numbers a channel: its output, and the ReLU's, are never kept; the mask is found again from x.
+Each stores its input through `saved_tensors.store`, before it computes, and takes it back once. Convolution and linear
+make the weight's gradient first, free the input, and only then make the input's gradient. Batch norm saves its input
+and two numbers per channel: its output and the ReLU's are never saved; the mask is recomputed from x.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -18,15 +18,15 @@ from .saved_tensors import SECOND_BACKWARD, store
 
 
 class Statistics(NamedTuple):
-    """Mean and inverse standard deviation of each channel of a batch."""
+    """Mean and inverse standard deviation per channel of a batch."""
 
     mean: Tensor
     invstd: Tensor
 
 
 class Product(Protocol):
-    """A layer that is linear in its input and its weight, dense or sparse. `prologue` is a scale and a shift a channel:
-    the layer then reads relu(x scale + shift) in place of x, without anybody making that map."""
+    """A layer that is linear in its input and its weight, dense or sparse. With a `prologue`, a scale and a shift per
+    channel, the layer reads relu(x scale + shift) in place of x, and that feature map is never stored."""
 
     def forward(self, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
 
@@ -38,7 +38,7 @@ class Product(Protocol):
 
 
 def _take(ctx: Any) -> Tensor:
-    """What a function kept, which it then has no more: the caller's reference is the last."""
+    """Moves the stored tensor out of `ctx`, so that the caller holds the only reference."""
     kept, ctx.kept = ctx.kept, None
     if kept is None:
         raise ShoestringError(SECOND_BACKWARD)
@@ -46,13 +46,13 @@ def _take(ctx: Any) -> Tensor:
 
 
 class LeanProduct(torch.autograd.Function):
-    """product(x): keeps x for the weight's gradient only, and not after it."""
+    """product(x): saves x for the weight's gradient only, and frees it after."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, product: Product, kept: Any) -> Tensor:
         ctx.product, ctx.kept, ctx.shape = product, kept, x.shape
         y = product.forward(x, None)
-        # A linear layer of tokens gives a view of a matrix, and autograd forbids to change such a view in place.
+        # A linear layer of tokens returns a view of a matrix, which autograd does not allow to be changed in place.
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
     @staticmethod
@@ -66,7 +66,7 @@ class LeanProduct(torch.autograd.Function):
 
 
 class NormReluProduct(torch.autograd.Function):
-    """product(relu(norm(x))): keeps x. The map in between exists only piecewise, inside the product's kernel."""
+    """product(relu(norm(x))): saves x. The feature map in between exists only piecewise, inside the kernel."""
 
     @staticmethod
     def forward(
@@ -88,7 +88,7 @@ class NormReluProduct(torch.autograd.Function):
 
 
 class LeanNorm(torch.autograd.Function):
-    """norm(x), rectified if asked: keeps x and the statistics."""
+    """norm(x), with ReLU if asked: saves x and the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool, kept: Any) -> Tensor:
@@ -104,13 +104,13 @@ class LeanNorm(torch.autograd.Function):
 
 
 def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """The gradients of x, gamma and beta that somebody needs: a norm may have no parameters."""
+    """The gradients of x, gamma and beta that are needed: a norm may have no parameters."""
     needs = ctx.needs_input_grad[:3]
     return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
 
 
 class LeanRelu(torch.autograd.Function):
-    """relu(x): keeps one bit an element."""
+    """relu(x): saves one bit per element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
@@ -121,11 +121,11 @@ class LeanRelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         mask = unpack_bits(_take(ctx), grad.numel())
-        return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 were NaN
+        return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 would be NaN
 
 
 class LeanDropout(torch.autograd.Function):
-    """dropout(x): keeps one bit an element; draws the very numbers that PyTorch draws."""
+    """dropout(x): saves one bit per element; draws the same random numbers as PyTorch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noise: Tensor, probability: float, kept: Any) -> Tensor:
@@ -140,7 +140,7 @@ class LeanDropout(torch.autograd.Function):
 
 
 def lean_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """A dense or sparse convolution or linear layer that lets go of its input before it makes the input's gradient."""
+    """A dense or sparse convolution or linear layer that frees its input before it makes the input's gradient."""
     return LeanProduct.apply(x, weight, bias, product, store(x) if weight.requires_grad else None)
 
 

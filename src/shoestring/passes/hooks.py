@@ -1,4 +1,4 @@
-"""Forward hooks of a user's in recomputation: those that only look are called once a pass, as in plain training."""
+"""A user's forward hooks under checkpointing: those that only look are called once per pass, as in plain training."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,7 @@ from ..phases import current_phase
 
 
 class _Looking:
-    """A forward hook that is silent in recomputation, unless it was seen to return something in place of the output."""
+    """A forward hook that is skipped in recomputation, unless it was seen to replace the output."""
 
     def __init__(self, hook: Callable) -> None:
         self.hook, self.changes = hook, False
@@ -26,9 +26,9 @@ class _Looking:
 
 @contextmanager
 def looking_once(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Forward hooks of these modules that return nothing are not called again in recomputation.
+    """Forward hooks of these modules that return nothing are not called in recomputation.
 
-    Pre-hooks are: weight normalisation and pruning make the layer's weight in one, and return nothing.
+    Pre-hooks are: weight normalisation and pruning compute the layer's weight in one, and return nothing.
     """
     with ExitStack() as stack:
         for module in modules:

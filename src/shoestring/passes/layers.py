@@ -1,4 +1,4 @@
-"""The dense layers of PyTorch as products: what `functions.LeanProduct` needs of a convolution or a linear layer."""
+"""PyTorch's dense convolution and linear layer as `functions.Product`s: forward, and each gradient on its own."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,7 @@ class Linear:
             return linear_weight_gradient(grad, x)
         return _rows(grad).t() @ _rows(x)
 
-    # Flattened before it is multiplied and summed, as PyTorch does: a gradient with other strides has other bits.
+    # Flattened before it is multiplied and summed, as in PyTorch: with other strides the result has other bits.
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
         if is_narrow(grad):
             return linear_input_gradient(grad, self.weight)

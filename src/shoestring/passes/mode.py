@@ -1,11 +1,11 @@
-"""The lean run: inside it, PyTorch's own operations are done by functions that keep less.
+"""The lean mode: while it is active, operations that save less stand in for PyTorch's own.
 
-`LeanMode` is a function mode. It takes the calls of a model's forward pass, whoever makes them, and answers some by the
-functions of `functions.py`: the model's code stays as it is. Batch norm -> ReLU -> convolution, where `patterns` found
-that nothing else looks in between, becomes one operation: the first two calls return placeholders (placeholders.py),
-and the convolution knows what they stand for.
+`LeanMode` is a function mode. It receives the calls of a model's forward pass, wherever they are written, and answers
+some by the functions of `functions.py`; the model's code stays as it is. Batch norm -> ReLU -> convolution becomes one
+operation if `patterns` found that nothing else reads the tensors in between: the first two calls return placeholders
+(placeholders.py), and the convolution knows what they stand for.
 
-A model that is run again (checkpointing) finds the batch statistics of its first run, and changes no buffer.
+When a region recomputes, its norms get the batch statistics of the first run, and no buffer changes.
 """
 
 import weakref
@@ -92,7 +92,7 @@ def askers_of(task: Task) -> str:
 
 
 def current_mode() -> "LeanMode":
-    """The run that is in force."""
+    """The mode of the pass that is running."""
     mode = Ambient.now().mode
     assert mode is not None, "a region needs a lean mode around it"
     return mode
@@ -100,7 +100,7 @@ def current_mode() -> "LeanMode":
 
 @dataclass
 class _Recipe:
-    """What a product made of its input: kept as the input, and made again when it is taken."""
+    """Stores a layer's input in place of its larger output; `take()` recomputes the output."""
 
     product: Any
     x: Tensor
@@ -125,19 +125,19 @@ class LeanMode(TorchFunctionMode):
         self.activated = {id(weights[name]) for name in conv | relu} if options.fuse else set()
         self.names = {id(parameter): name for name, parameter in weights.items()}
         self.buffers = {id(buffer) for buffer in buffers}
-        self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the norm's running mean or weight
+        self.statistics: dict[int, list[Statistics]] = {}  # of the first run, by the id of `_identity`
         self.before: dict[int, list[dict[str, Tensor]]] = {}  # statistics of instance norms, before their first run
         self.placeholders = Placeholders()
         self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
 
     def store_input(self, tensor: Tensor) -> Stored:
-        """What a region keeps of its input: where that is the stem's output and larger than the stem's input, which
-        is there anyway, how to make it again."""
+        """Chooses how a region stores its input. If a layer produced it from a smaller tensor that is alive anyway,
+        stores how to recompute it."""
         made, recipe = self.recipes.pop(id(tensor), (None, None))
         return recipe if recipe is not None and made is not None and made() is tensor else store(tensor)
 
     def running(self) -> AbstractContextManager:
-        """A context in which this run answers calls: inside `backward()` PyTorch has taken it off its stack."""
+        """A context in which this mode answers calls: PyTorch takes it off its stack for `backward()`."""
         return nullcontext() if self in _get_current_function_mode_stack() else self
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -152,12 +152,12 @@ class LeanMode(TorchFunctionMode):
         return self.answer(func, args, kwargs)
 
     def answer(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """A call of the model -> its result, by a lean function where there is one."""
-        handler, again = self._handler(func, args, kwargs), current_phase() == Phase.RECOMPUTE
+        """A call of the model -> its result, by a lean function if there is one."""
+        handler, recomputing = self._handler(func, args, kwargs), current_phase() == Phase.RECOMPUTE
         if handler not in _TAKES_PLACEHOLDERS:
             args, kwargs = self.placeholders.real((args, kwargs))
-        if again and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs):
-            return args[0]  # the first run changed it, a counter of batches for one
+        if recomputing and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs):
+            return args[0]  # the first run has changed it, e.g. a counter of batches
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
     def _handler(self, func: Any, args: tuple, kwargs: dict) -> "Callable | None":
@@ -166,14 +166,14 @@ class LeanMode(TorchFunctionMode):
         if func not in _HANDLERS and func not in _PRODUCTS:
             return None
         if func in _LAYERS and torch.is_autocast_enabled("cpu"):
-            return None  # autocast chooses the type that it computes in
+            return None  # autocast chooses the dtype to compute in
         narrow = is_narrow(_first_tensor(args, kwargs))
         if func in _PRODUCTS:
             return LeanMode._widened if narrow else None
         return _HANDLERS[func] if torch.is_grad_enabled() or narrow or func in RELU else None
 
     def real(self, tree: Any) -> Any:
-        """What enters a region: placeholders made real, for a region runs again without what was before it."""
+        """A region's arguments with real tensors for placeholders: it is recomputed without what came before it."""
         return self.placeholders.real(tree)
 
     # -- batch norm ---------------------------------------------------------------------------------------------
@@ -189,28 +189,28 @@ class LeanMode(TorchFunctionMode):
         return norm.compute(relu=False)
 
     def _statistics(self, call: dict) -> Statistics:
-        """The batch's statistics: those of the first run where this is a second one, else computed and remembered."""
-        again, key = current_phase() == Phase.RECOMPUTE, self._identity(call)
+        """The batch's statistics: those of the first run if this is a recomputation, else computed and remembered."""
+        recomputing, key = current_phase() == Phase.RECOMPUTE, self._identity(call)
         known = self.statistics.get(key, [])
-        if again and len(known) == 1:  # a norm that is called twice a pass computes its statistics again
+        if recomputing and len(known) == 1:  # a norm that is called twice per pass recomputes its statistics
             return known[0]
         with torch.no_grad():
             x = call["input"]
             mean, variance = batch_norm_statistics(x)
             statistics = Statistics(mean, (variance + call["eps"]).rsqrt())
-            if not again:
+            if not recomputing:
                 self.statistics.setdefault(key, []).append(statistics)
                 _update_running(call, mean, variance, x.numel() // x.shape[1])
         return statistics
 
     def _identity(self, call: dict) -> int:
-        """A norm by a tensor of the model's that is its own; 0 for all that have none."""
+        """The id of a tensor of the model that belongs to this norm alone; 0 for norms without any."""
         if id(call["running_mean"]) in self.buffers:
             return id(call["running_mean"])
         return id(call["weight"]) if id(call["weight"]) in self.names else 0
 
     def _instance_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """Instance norm, whose running statistics a second run must neither change nor find changed."""
+        """Instance norm, whose running statistics a recomputation must neither change nor find changed."""
         call = _instance_norm_arguments(*args, **kwargs)
         running = {name: call[name] for name in ("running_mean", "running_var") if call[name] is not None}
         if not running or not call["use_input_stats"]:
@@ -234,7 +234,7 @@ class LeanMode(TorchFunctionMode):
         return lean_relu(self.placeholders.real(x))
 
     def _activated(self, x: Tensor, record: Record, in_place: bool) -> Tensor:
-        """ReLU of a placeholder: another one if a convolution should come, else batch norm and ReLU as one."""
+        """ReLU of a placeholder: another placeholder if a convolution is to follow, else batch norm and ReLU as one."""
         norm = record.norm
         assert norm is not None
         fused = id(norm.gamma) in self.fused
@@ -266,7 +266,7 @@ class LeanMode(TorchFunctionMode):
         if record and record.activated and record.real is None:
             norm = record.fused()
             return norm_relu_product(norm.x, norm.gamma, norm.beta, values, bias, norm.statistics, product)
-        x = self.placeholders.real(x)  # its ReLU was left out this time, or somebody has looked at it
+        x = self.placeholders.real(x)  # its ReLU was skipped this time, or its values were read
         y = lean_product(x, values, bias, product)
         if not x.requires_grad and x.nbytes < y.nbytes and current_phase() == Phase.FORWARD:
             self.recipes[id(y)] = weakref.ref(y), _Recipe(product, x)
@@ -285,7 +285,7 @@ _HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 
 
 def hooked_modules(model: nn.Module) -> frozenset[str]:
-    """The modules whose inputs or outputs a user's hook sees: all of them if the hook is for every module."""
+    """The modules whose inputs or outputs a user's hook sees: all of them if the hook is a global one."""
     if any(map(_has_users_hook, (getattr(module_hooks, f"_global_{kind}") for kind in _HOOKS))):
         return frozenset(path for path, _ in model.named_modules())
     return frozenset(
@@ -301,7 +301,7 @@ def _has_users_hook(hooks: dict[int, Callable]) -> bool:
 
 
 def _update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> None:
-    """running = (1 - momentum) running + momentum new, with the unbiased variance: what PyTorch does."""
+    """running = (1 - momentum) running + momentum new, with the unbiased variance, as PyTorch does."""
     if call["running_mean"] is not None:
         momentum = call["momentum"]
         call["running_mean"].lerp_(mean.to(call["running_mean"].dtype), momentum)
@@ -323,7 +323,7 @@ def _convolution_arguments(
 
 
 def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, int]) -> tuple[int, int] | str:
-    """Padding in numbers; "same" stays a word where it would be one wider at one side."""
+    """Padding in numbers; "same" stays a word if it would be one wider on one side."""
     if padding == "valid":
         return 0, 0
     if padding == "same":
@@ -340,7 +340,7 @@ def _instance_norm_arguments(
 
 
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
-    """The first tensor among a call's arguments, positional or by keyword, in a list or not."""
+    """The first tensor among a call's arguments, positional or keyword, in a list or not."""
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
 
 
@@ -357,7 +357,7 @@ def _dropout_arguments(input: Any, p: Any = 0.5, training: Any = True, inplace: 
 
 
 def _opened(func: Any) -> Callable:
-    """A function of PyTorch that hands itself to a mode as a whole -> a copy whose own calls go to the mode."""
+    """A function of PyTorch that offers itself to a mode as a whole -> a copy whose inner calls go to the mode."""
     names = func.__globals__ | {"has_torch_function": lambda tensors: False}
     return FunctionType(func.__code__, names, func.__name__, func.__defaults__)
 

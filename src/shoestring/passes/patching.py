@@ -1,4 +1,4 @@
-"""A module whose calls go elsewhere for the length of a context."""
+"""Patches a module's `forward` for the length of a context."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Iterator[None]:
-    """The module's calls go to `call(forward, args, kwargs)` inside the context; other threads' calls do not."""
+    """Inside the context, the module's calls go to `call(forward, args, kwargs)`; other threads' calls do not."""
     forward, own, thread = module.forward, "forward" in vars(module), threading.get_ident()
 
     def answer(*args: Any, **kwargs: Any) -> Any:

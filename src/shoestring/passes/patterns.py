@@ -1,7 +1,7 @@
 """Which operations follow each other in a model, learned from one forward pass on fake tensors.
 
-Batch norm -> ReLU -> convolution can be done as one operation that keeps only its input, but only where nothing else
-looks at what is in between. That is a fact about the model's code, so it is read off a run of it.
+Batch norm -> ReLU -> convolution can be one operation that saves only its input, but only if nothing else reads the
+tensors in between. That is a property of the model's code, so it is learned from a run of it.
 """
 
 import weakref
@@ -43,7 +43,7 @@ class Patterns:
 
 
 class Call(NamedTuple):
-    """A call of the model; `fusible`: autograd records it, and nothing but autograd will run it again."""
+    """A call of the model; `fusible`: autograd records it, and the model's own checkpointing does not recompute it."""
 
     func: Any
     args: tuple
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 class _CallRecorder(TorchFunctionMode):
-    """Writes down which call made a tensor, which calls took it, and which modules took or returned it."""
+    """Records which call returned a tensor, which calls took it, and which modules took or returned it."""
 
     def __init__(self, paths: dict[int, str]) -> None:
         super().__init__()
@@ -65,18 +65,18 @@ class _CallRecorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if func in METADATA:  # .shape and the like look at no value
+        if func in METADATA:  # .shape etc. read no values
             return out
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.users[id(leaf)].append(len(self.calls))
-        # Holds the tensors, so that no id is used twice.
+        # Holds the tensors, so that no id is reused.
         self.calls.append(Call(func, args, kwargs, out, _recorded_once()))
         return out
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Follows the calls of modules as well."""
+        """Records the calls of modules as well."""
         hooks = (
             module_hooks.register_module_forward_pre_hook(lambda module, args: self._see(module, args)),
             module_hooks.register_module_forward_hook(lambda module, args, output: self._see(module, output)),
@@ -95,7 +95,7 @@ class _CallRecorder(TorchFunctionMode):
 
 
 def _recorded_once() -> bool:
-    """Whether autograd records what runs now, and no checkpoint of the model's own will run it again in backward."""
+    """Whether autograd records what runs now, and no checkpointing of the model's own will recompute it."""
     return torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -105,7 +105,7 @@ _learned: weakref.WeakKeyDictionary[nn.Module, Patterns] = weakref.WeakKeyDictio
 def learn(task: Task, piece: Any) -> Patterns:
     """A task and one of its microbatches -> the patterns of its forward pass.
 
-    Those of a model on the meta device are learned once: nothing changes such a model in place, and a planner applies
+    They are learned once for a model on the meta device: nothing changes such a model in place, and a planner applies
     many plans to it.
     """
     if not any(parameter.is_meta for parameter in task.model.parameters()):
@@ -126,7 +126,7 @@ def _learn(task: Task, piece: Any) -> Patterns:
 
 
 class _Found(NamedTuple):
-    """A norm whose output goes to a ReLU, the tensors in between, and what takes the last of them."""
+    """A norm whose output goes to a ReLU, both outputs, who sees them, and whether a convolution is next."""
 
     name: str
     tensors: tuple[weakref.ref, ...]
@@ -139,7 +139,7 @@ def _patterns(recorder: _CallRecorder, names: dict[int, str]) -> Patterns:
     counts = Counter(name for name, _ in calls)
     found = [found for name, call in calls if name and counts[name] == 1 and (found := _followed(recorder, name, call))]
     relus = sum(call.func in RELU for call in recorder.calls)
-    # What is alive without the recorder is held by somebody, as an attribute or by a hook, who may look at it later.
+    # A tensor that is alive without the recorder is referenced elsewhere (an attribute, a hook), and may be read later.
     recorder.calls.clear()
     calls.clear()
     free = [norm for norm in found if not any(reference() is not None for reference in norm.tensors)]
@@ -153,11 +153,11 @@ def _patterns(recorder: _CallRecorder, names: dict[int, str]) -> Patterns:
 
 
 def _followed(recorder: _CallRecorder, name: str, norm: Call) -> _Found | None:
-    """A norm -> what its output goes to, or None if that is anything but one ReLU."""
+    """A norm -> where its output goes, or None if that is anything but one ReLU."""
     users = recorder.users[id(norm.out)]
     if not users or (relu := recorder.calls[users[0]]).func not in RELU or not (norm.fusible and relu.fusible):
         return None
-    if relu.out is norm.out:  # in place: who comes later looks at the ReLU
+    if relu.out is norm.out:  # in place: later calls read the ReLU's output
         takers = users[1:]
     elif len(users) == 1:
         takers = recorder.users[id(relu.out)]
@@ -169,7 +169,7 @@ def _followed(recorder: _CallRecorder, name: str, norm: Call) -> _Found | None:
 
 
 def _takes_as_input(call: Call, tensor: Tensor) -> bool:
-    """Whether a call is a convolution of this tensor (which might as well be its weight)."""
+    """Whether a call is a convolution with this tensor as its input (and not as its weight)."""
     return call.func in CONVOLUTION and call.fusible and (call.args or (call.kwargs.get("input"),))[0] is tensor
 
 

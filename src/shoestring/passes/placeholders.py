@@ -1,8 +1,8 @@
-"""Placeholders: what a fused batch norm (and its ReLU) returns until a convolution computes all three as one operation.
+"""Placeholders: returned by a fused batch norm (and its ReLU) until a convolution computes all three as one operation.
 
-A placeholder has the shape and dtype of the real output and holds NaN. It is never read as a number: an operation that
-is not fused gets the real tensor in its place, computed on first use; a placeholder that outlives the pass is filled
-with the real values; and a gradient that reaches one (a custom autograd function took it) is an error.
+A placeholder has the shape and dtype of the real output and holds NaN. Its values are never used: an operation that is
+not fused gets the real tensor in its place, computed on first use; a placeholder that outlives the pass is filled with
+the real values; and a gradient that reaches one (a custom autograd function took it) is an error.
 """
 
 import weakref
@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from ..errors import ShoestringError
 from .functions import Statistics, lean_norm
 
-ADVICE = "use a checkpoint strategy without '*' other than no-bn, or pass the tensor to PyTorch's own functions"
-# Methods and attributes that tell nothing of a tensor's values, and the same for a placeholder as for the real tensor.
+ADVICE = "set checkpoint to residual-M or every-M, which do not fuse, or pass the tensor to PyTorch's own functions"
+# Methods and attributes that do not depend on a tensor's values: a placeholder's are those of the real tensor.
 METADATA = frozenset(
     [getattr(Tensor, name).__get__ for name in
      ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_sparse", "is_quantized",
@@ -47,12 +47,12 @@ class Record:
         self.norm: Norm | None = norm
         self.name, self.activated = norm.name, activated
         self.real: Tensor | None = None
-        self._x: weakref.ref | None = None  # of a norm that was fused: it must not keep the norm's input alive
+        self._x: weakref.ref | None = None  # of a fused norm: it must not keep the norm's input alive
         self._others = norm[1:]
 
     def fused(self) -> Norm:
-        """The norm, for a convolution that takes it over."""
-        norm = self._again()
+        """The norm, for the convolution that is fused with it."""
+        norm = self._found()
         self.norm, self._x = None, weakref.ref(norm.x)
         return norm
 
@@ -60,10 +60,10 @@ class Record:
         """The real tensor."""
         if self.real is None:
             with torch.enable_grad():  # as it was when the model called batch norm
-                self.real, self.norm = self._again().compute(self.activated), None
+                self.real, self.norm = self._found().compute(self.activated), None
         return self.real
 
-    def _again(self) -> Norm:
+    def _found(self) -> Norm:
         x = self._x() if self._x is not None else None
         norm = self.norm or (Norm(x, *self._others) if x is not None else None)
         if norm is None:
@@ -85,25 +85,25 @@ class Placeholders:
         return bool(self._records)
 
     def make(self, norm: Norm, activated: bool = False) -> Tensor:
-        """A placeholder for batch norm, rectified if `activated`."""
+        """A placeholder for the output of batch norm, or of its ReLU if `activated`."""
         tensor = self._nan(norm.x).expand(norm.x.shape)
         key = id(tensor)
         self._records[key] = weakref.ref(tensor, lambda _: self._records.pop(key, None)), Record(norm, activated)
         return tensor
 
     def record(self, tensor: Any) -> Record | None:
-        """What a tensor stands for; None if it is no placeholder."""
+        """The record of a placeholder; None for any other tensor."""
         reference, record = self._records.get(id(tensor), (None, None))
         return record if reference is not None and reference() is tensor else None
 
     def real(self, tree: Any) -> Any:
-        """The same structure with the real tensor in the place of each placeholder."""
+        """The same structure with real tensors in place of placeholders."""
         if not self._records or not any(self.record(leaf) for leaf in pytree.tree_leaves(tree)):
             return tree
         return pytree.tree_map(lambda leaf: record.value() if (record := self.record(leaf)) else leaf, tree)
 
     def close(self) -> None:
-        """Fills the placeholders that somebody still holds after the pass."""
+        """Fills the placeholders that are still referenced after the pass."""
         for reference, record in list(self._records.values()):
             if (tensor := reference()) is not None:
                 with torch.no_grad():
@@ -111,7 +111,7 @@ class Placeholders:
         self._records.clear()
 
     def _nan(self, like: Tensor) -> Tensor:
-        """The one value of all placeholders of a dtype; whose gradient nobody may ask for."""
+        """The value that all placeholders of a dtype share; it refuses gradients."""
         kind = like.dtype, like.device
         if kind not in self._nans:
             self._nans[kind] = like.new_full((), float("nan")).requires_grad_()

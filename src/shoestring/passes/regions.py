@@ -1,9 +1,10 @@
-"""A checkpointed region: it keeps its inputs, and runs again when the backward pass asks for what it saved.
+"""A region: activation checkpointing of a part of the forward pass. It saves its inputs, and is recomputed when the
+backward pass needs a tensor that was saved inside it.
 
-A region is a list of calls; an argument of a call is what an earlier call made, or comes from outside and is kept.
+A region is a list of calls; an argument of a call is the result of an earlier one, or comes from outside and is stored.
 While the region runs forward, every tensor that an operation saves becomes a ticket (region, number). The first ticket
-that is taken back runs the calls again, under the random state of the first run; tensors are collected in the order of
-their numbers, and the run is cut short when the last one is there: nothing is computed that nobody asked for.
+that is taken recomputes the calls, under the random state of the first run; tensors are collected in the order of their
+numbers, and the run stops as soon as the last one is there.
 """
 
 import weakref
@@ -27,7 +28,7 @@ from .states import State, devices_of
 
 
 class _Complete(Exception):
-    """Every tensor that the region saved has been made again."""
+    """Raised to stop a recomputation: every tensor that the region saved is there."""
 
 
 class Ticket:
@@ -47,33 +48,33 @@ class Ticket:
 
 
 class _Place(NamedTuple):
-    """The `leaf`-th tensor that the `call`-th call made."""
+    """The `leaf`-th tensor that the `call`-th call returned."""
 
     call: int
     leaf: int
 
 
 class _Argument:
-    """A tensor from outside: kept by the keeper outside the region, and given back as a leaf of a new graph.
+    """A tensor from outside: stored as the surroundings of the region decide, and returned as a leaf of a new graph.
 
-    One that needs no gradient is the caller's or a buffer, which the first run may have changed, and stays as it is.
+    One that needs no gradient is the caller's or a buffer, which the first run may have changed: it is held as it is.
     """
 
     def __init__(self, tensor: Tensor, store_input: Callable[[Tensor], Stored]) -> None:
-        self.kept: Stored | Tensor = store_input(tensor) if tensor.requires_grad else tensor
+        self.stored: Stored | Tensor = store_input(tensor) if tensor.requires_grad else tensor
         self.seen = Seen.of(tensor) if tensor.requires_grad else None
 
     def take(self) -> tuple[Tensor, bool]:
-        """The tensor, and whether it has the values that were kept: a 16-bit copy has not."""
-        if isinstance(self.kept, Tensor):
-            return self.kept, True
-        tensor = self.kept.take()
+        """The tensor, and whether it has the values of the first run: one stored in 16 bits has not."""
+        if isinstance(self.stored, Tensor):
+            return self.stored, True
+        tensor = self.stored.take()
         with DisableTorchFunction():
             return tensor.detach().requires_grad_(), not Seen.of(tensor).difference(self.seen)
 
 
 class _Call(NamedTuple):
-    """A call of the region: the function, its arguments as places, kept tensors and plain values, and its state."""
+    """A call of the region: the function, its arguments as places, stored tensors and plain values, and its state."""
 
     function: Callable
     leaves: list[Any]
@@ -84,8 +85,9 @@ class _Call(NamedTuple):
 class Region:
     """A region of the forward pass.
 
-    `name` is for error messages, `running` the context that a second run needs, `store_input` what is kept of what
-    comes from outside, `devices` those that the region may draw random numbers on besides its arguments'.
+    `name` is for error messages, `running` the context that a recomputation needs, `store_input` stores the
+    tensors that come from outside, `devices` are those of random numbers that the region may draw, besides its
+    arguments'.
     """
 
     def __init__(
@@ -100,13 +102,13 @@ class Region:
         self.saved: list[Seen] = []  # what the saved tensors looked like, in order
         self.recomputed: dict[int, Stored] | None = None
         self.cache = ""  # the class of a cache of keys and values among the arguments: transformers' blocks add to it
-        self.exact = True  # in the second run: whether its inputs are those of the first
-        self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the maps alive
+        self.exact = True  # in a recomputation: whether its inputs are those of the first run
+        self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the tensors alive
 
     # -- the first run ------------------------------------------------------------------------------------------
     def call(self, function: Callable, args: tuple, kwargs: dict, buffers: Sequence[Slot] = ()) -> Any:
-        """Runs `function`, which may change `buffers`, as the region's next call; keeps nothing of what it saves."""
-        with DisableTorchFunction():  # the region's own looks at tensors are no calls of the model
+        """Runs `function`, which may change `buffers`, as the region's next call; stores nothing that it saves."""
+        with DisableTorchFunction():  # the region's own operations are not the model's
             leaves, rebuild = flatten((args, kwargs))
             written = [self._write_down(leaf) for leaf in leaves]
             entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
@@ -127,12 +129,12 @@ class Region:
     def _check_unchanged(self, entered: list[tuple[Tensor, int]]) -> None:
         if any(leaf._version != version for leaf, version in entered):
             raise ShoestringError(
-                f"{self.name} changes its input in place, so it cannot be run again from it: write x = x + y in place "
+                f"{self.name} changes its input in place, so it cannot be recomputed from it: write x = x + y in place "
                 "of x += y there (also relu_, ...), or leave it out of checkpointing"
             )
 
     def place(self, leaf: Any) -> _Place | None:
-        """Which call of this region made the tensor, if one did."""
+        """Which call of this region returned the tensor, if one did."""
         made, place = self._made.get(id(leaf), (None, None))
         return place if made is not None and made() is leaf else None
 
@@ -146,17 +148,17 @@ class Region:
         self.saved.append(Seen.of(tensor))
         return Ticket(self, len(self.saved) - 1)
 
-    # -- the second run -----------------------------------------------------------------------------------------
+    # -- recomputation ------------------------------------------------------------------------------------------
     def take(self, number: int) -> Tensor:
-        """The `number`-th saved tensor, made again if need be."""
+        """The `number`-th saved tensor; the first to be taken recomputes them all."""
         if self.recomputed is None:
-            self._run_again()
+            self._recompute()
         assert self.recomputed is not None
         if number not in self.recomputed:
             raise ShoestringError(SECOND_BACKWARD)
         return self.recomputed.pop(number).take()
 
-    def _run_again(self) -> None:
+    def _recompute(self) -> None:
         self.recomputed = {}
         calls, self.calls = self.calls, []
         self._made.clear()
@@ -165,15 +167,15 @@ class Region:
         with phase(Phase.RECOMPUTE), torch.enable_grad(), self.running(), storing(self._collect):
             try:
                 for number, call in enumerate(calls):
-                    made |= self._call_again(number, call, made)
+                    made |= self._recompute_call(number, call, made)
                     made = {place: tensor for place, tensor in made.items() if last.get(place, -1) > number}
             except _Complete:
                 return
         raise ShoestringError(self._different(f"{len(self.recomputed)} tensors in place of {len(self.saved)}"))
 
-    def _call_again(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
+    def _recompute_call(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
         leaves = [
-            made[leaf] if isinstance(leaf, _Place) else self._given_back(leaf) if isinstance(leaf, _Argument) else leaf
+            made[leaf] if isinstance(leaf, _Place) else self._taken(leaf) if isinstance(leaf, _Argument) else leaf
             for leaf in call.leaves
         ]
         args, kwargs = call.rebuild(leaves)
@@ -182,7 +184,7 @@ class Region:
             output = call.function(*args, **kwargs)
         return {_Place(number, place): leaf for place, leaf in enumerate(leaves_of(output))}
 
-    def _given_back(self, argument: _Argument) -> Tensor:
+    def _taken(self, argument: _Argument) -> Tensor:
         tensor, exact = argument.take()
         self.exact &= exact
         return tensor
@@ -199,17 +201,17 @@ class Region:
         return _NOTHING
 
     def _different(self, what: str) -> str:
-        again = f"{self.name} saved {what} when it was run again: "
+        found = f"{self.name} saved {what} when it was recomputed: "
         if self.cache:
-            return again + f"it changes the {self.cache} that it was given; call the model with use_cache=False"
-        return again + (
+            return found + f"it changes the {self.cache} that it was given; call the model with use_cache=False"
+        return found + (
             "its forward is not deterministic; "
             "leave it out of checkpointing, or take the randomness from torch's generators"
         )
 
 
 class _Nothing:
-    """What the second run's own graph keeps: nothing, it is never run backward."""
+    """Stored by the graph of a recomputation, which is never run backward."""
 
     def take(self) -> Tensor:
         raise ShoestringError(SECOND_BACKWARD)

@@ -1,6 +1,7 @@
-"""Sparse convolution and linear layers as products (see `functions.Product`), and the functions that layers call.
+"""Sparse convolution and linear layers as `functions.Product`s, and the functions that sparse layers call.
 
-Those of products can be overridden like PyTorch's own: a lean run sees them and fuses batch norm and ReLU into them.
+These functions offer themselves to function modes as PyTorch's own do, so that `LeanMode` can fuse batch norm and ReLU
+into them.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ def sparse_embedding(ids: Tensor, values: Tensor, index: Tensor, shape: tuple[in
 
 
 class _EmbeddingLookup(torch.autograd.Function):
-    """Keeps the ids, which the batch holds anyway."""
+    """Saves the ids, which the batch holds anyway."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, values: Tensor, index: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -73,7 +74,7 @@ class SparseConvolution:
     def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
         if x.dim() != 4 or x.shape[1] != self.in_channels:
             raise ShoestringError(
-                f"a sparse convolution of {self.in_channels} channels got a map {tuple(x.shape)}: "
+                f"a sparse convolution of {self.in_channels} channels got an input of {tuple(x.shape)}: "
                 f"pass [N, {self.in_channels}, H, W]"
             )
         scale, shift = prologue or (None, None)
@@ -93,7 +94,7 @@ class SparseConvolution:
 
 @dataclass(frozen=True)
 class SparseMatrix:
-    """A sparse linear layer; nothing is read before it."""
+    """A sparse linear layer; nothing is fused into it."""
 
     values: Tensor
     index: Tensor

@@ -1,4 +1,4 @@
-"""What a region's calls depend on besides their arguments: buffers; generators and autocast, of every device."""
+"""The state that a region's calls depend on besides arguments: buffers; generators and autocast of every device."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,7 +33,7 @@ class State:
         self.buffers = Buffers(buffers)
 
     def forget_if_unused(self) -> None:
-        """Drops the states (5 KB on the CPU) of generators from which no number was drawn since; buffers likewise."""
+        """Drops the states (5 KB on the CPU) of generators that were not used since; unchanged buffers likewise."""
         self.buffers.forget_unchanged()
         # A trace has no values, but the generator's state is real there too.
         with _disable_current_modes() if is_traced() else nullcontext():
@@ -43,7 +43,7 @@ class State:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """All is as it was inside the context, and as it is now after it."""
+        """The state is the recorded one inside the context, and the present one afterwards."""
         with ExitStack() as stack:
             stack.enter_context(self.buffers.restored())
             for kind, (enabled, dtype) in self.autocast.items():

@@ -1,10 +1,10 @@
-"""Switches of a model that a step sets for itself, and sets back after it.
+"""Settings of a model that a step changes for itself, and restores after it.
 
-The model's own checkpointing goes: `torch.utils.checkpoint` calls its function as if it were not there. Regions take
-its place; and it counts the tensors that operations save, of which lean ones save others, and keep them otherwise.
+The model's own checkpointing is disabled: `torch.utils.checkpoint` just calls its function. Regions take its place; and
+it compares the tensors that operations save, whereas lean operations save others, and store them elsewhere.
 
-With regions, the cache of keys and values of transformers (`config.use_cache`) goes too: it is for generating text, the
-loss does not depend on it, and it would hold what checkpointing lets go. transformers does the same.
+With regions, transformers' cache of keys and values (`config.use_cache`) is disabled too: it is for generating text,
+the loss does not depend on it, and it would hold what checkpointing frees. transformers does the same.
 """
 
 import threading
@@ -20,7 +20,7 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 
 @contextmanager
 def switched(model: nn.Module) -> Iterator[None]:
-    """The model neither checkpoints by itself nor keeps a cache inside the context."""
+    """Inside the context, the model neither checkpoints by itself nor fills a cache."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     with ExitStack() as stack:
         for module in model.modules():
@@ -55,7 +55,7 @@ class _Function:
 
 
 def _generator(*call: Any, **more: Any) -> Iterator[None]:
-    """In place of what surrounds the function where checkpointing is by saved-tensor hooks."""
+    """In place of the generator that surrounds the function in non-reentrant checkpointing."""
     if threading.get_ident() in _threads:
         yield
     else:
@@ -64,7 +64,7 @@ def _generator(*call: Any, **more: Any) -> Iterator[None]:
 
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """torch.utils.checkpoint does nothing but call its function inside the context, in this thread."""
+    """Inside the context, torch.utils.checkpoint does nothing but call its function, in this thread."""
     with _lock:
         _threads.append(threading.get_ident())
         vars(checkpointing).update({"CheckpointFunction": _Function, _GENERATOR: _generator})

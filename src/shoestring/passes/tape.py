@@ -1,7 +1,7 @@
 """`every-m`: the pass is cut into regions of m operations, whatever modules they are in.
 
-The operations are taken down as the model calls them, and a region runs them again. An operation counts if it saves
-something for the backward pass; those that save nothing go with the region they are in.
+The operations are recorded as the model calls them, and a region recomputes them. An operation counts if it saves
+something for the backward pass; the others belong to the region that they are in.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from .regions import Region
 
 
 class Tape:
-    """Takes down the operations of one pass, `every` counted ones to a region."""
+    """Records the operations of one pass, `every` counted ones per region."""
 
     def __init__(self, every: int, mode: Any) -> None:
         self.every, self.mode = every, mode
@@ -30,12 +30,12 @@ class Tape:
             self._next_region()
         assert self.region is not None
         if changes_its_input(func, args, kwargs) and not self.region.place(leaves[0]):
-            return self.mode.answer(func, args, kwargs)  # run again, it would change the tensor a second time
+            return self.mode.answer(func, args, kwargs)  # recomputed, it would change the tensor a second time
         before = len(self.region.saved)
         output = self.region.call(lambda *a, **k: self.mode.answer(func, a, k), args, kwargs)
         self.counted += len(self.region.saved) > before
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output)):
-            self.region.calls.pop()  # .size() and the like need not be asked again
+            self.region.calls.pop()  # .size() etc. need not be recomputed
         return output
 
     def _next_region(self) -> None:
@@ -45,7 +45,7 @@ class Tape:
 
 
 def changes_its_input(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call writes over its first argument: `x.add_(y)`, `x += y`, `relu(x, inplace=True)`."""
+    """Whether a call changes its first argument in place: `x.add_(y)`, `x += y`, `relu(x, inplace=True)`."""
     name = getattr(func, "__name__", "")
     in_place = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
     return in_place or bool(kwargs.get("inplace"))

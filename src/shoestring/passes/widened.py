@@ -1,7 +1,7 @@
-"""Products of 16-bit tensors on a CPU without 16-bit arithmetic: computed in FP32, stored in 16 bits.
+"""Matrix products of 16-bit tensors on a CPU without 16-bit arithmetic: computed in FP32, stored in 16 bits.
 
-PyTorch's own 16-bit matrix products are tens of times slower than FP32's here. `widened(func, ...)` widens the
-operands for the one call and keeps them in 16 bits; the backward pass widens them again.
+PyTorch's own 16-bit products are tens of times slower there than FP32's. `widened(func, ...)` casts the operands to
+FP32 for the one call and saves them in 16 bits; the backward pass casts them a second time.
 """
 
 from typing import Any
@@ -50,14 +50,14 @@ class Widened(torch.autograd.Function):
 
 
 class _Rebuild:
-    """Puts tensors back into the places that they had among a call's arguments."""
+    """Puts tensors back where they were among a call's arguments."""
 
     def __init__(self, args: tuple, kwargs: dict) -> None:
         self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.dtype in HALF_TYPES]
         self.tensors = [self.leaves[i] for i in self.places]
         for i in self.places:
-            self.leaves[i] = None  # the tensors themselves are kept elsewhere
+            self.leaves[i] = None  # the tensors themselves are stored elsewhere
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         leaves = list(self.leaves)
@@ -71,12 +71,12 @@ def _draws(rebuild: _Rebuild) -> bool:
 
 
 def widened(func: Any, args: tuple, kwargs: dict) -> Tensor:
-    """A product of 16-bit tensors -> its result in 16 bits, computed in FP32."""
+    """A matrix product of 16-bit tensors -> its result in 16 bits, computed in FP32."""
     rebuild = _Rebuild(args, kwargs)
     tensors, rebuild.tensors = rebuild.tensors, []
     return Widened.apply(func, rebuild, [store(t) for t in tensors], *tensors)
 
 
 def is_narrow(x: Any) -> bool:
-    """Whether a tensor is 16 bits on a CPU, which would be slow to multiply as it is."""
+    """Whether a tensor is 16-bit on a CPU, and so slow to multiply as it is."""
     return isinstance(x, Tensor) and x.dtype in HALF_TYPES and x.device.type == "cpu"
