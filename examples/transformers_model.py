@@ -26,8 +26,8 @@ def main(updates: int = 6) -> list[float]:
     print(shoestring.profile(task))
 
     # A plan can be written by hand as well as searched for: activation checkpointing around each block,
-    # gradient accumulation over microbatches of 4 examples, and Adam's moments in 8 bits.
-    plan = shoestring.Plan(checkpoint="residual-1", microbatch=4, optimizer="8bit")
+    # gradient accumulation over microbatches of 8 examples, and Adam's moments in 8 bits.
+    plan = shoestring.Plan(checkpoint="residual-1", microbatch=8, optimizer="8bit")
     lean = shoestring.apply(task, plan)
     print(shoestring.profile(lean.task))
 

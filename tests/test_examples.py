@@ -38,7 +38,7 @@ def test_a_transformers_model_trains_under_a_plan_written_by_hand(capsys):
     losses = load("transformers_model").main(updates=4)
     assert losses == sorted(losses, reverse=True)
     peaks = [line.split(": ")[1].split(" MB")[0] for line in capsys.readouterr().out.splitlines() if "peak" in line]
-    assert float(peaks[1]) < float(peaks[0]) / 3
+    assert float(peaks[1]) < float(peaks[0]) / 2
 
 
 def test_a_model_too_big_to_build_is_planned_on_meta():
