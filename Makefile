@@ -16,7 +16,7 @@ CORES_QUICK := tests/kernels/test_core.py tests/kernels/test_bitmask.py tests/ke
   tests/kernels/test_gradients.py tests/kernels/test_linear.py tests/contract/test_exactness.py
 test-cores: $(READY)
 	for core in generic torch; do \
-	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
+	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest -n 2 $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
 	done
 
 test-slow: $(READY)
