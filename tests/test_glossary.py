@@ -48,6 +48,7 @@ def test_a_card_and_its_module_point_at_each_other(card):
     module = SOURCE / "techniques" / card.stem / "__init__.py"
     assert f"docs/techniques/{card.name}" in (ast.get_docstring(ast.parse(module.read_text())) or "")
     assert f"`techniques/{card.stem}/`" in card.read_text()
+    assert "](../glossary.md)" in card.read_text() and "](../references.md)" in card.read_text()
 
 
 def test_every_technique_has_a_card():
