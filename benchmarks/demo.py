@@ -125,7 +125,7 @@ def main() -> None:
         ("measured", f"{format_bytes(measured)}, {'within' if measured <= budget else 'OVER'} the budget"),
         ("plain PyTorch", f"{format_bytes(plain.peak_bytes)}, measured"),
         ("memory", f"{plain.peak_bytes / measured:.1f}x less"),
-        ("time", f"{lean.seconds / plain.seconds:.2f}x ({lean.seconds:.2f} s a step, plain {plain.seconds:.2f} s)"),
+        ("time", f"{lean.seconds / plain.seconds:.2f}x ({lean.seconds:.2f} s per step, plain {plain.seconds:.2f} s)"),
         ("accuracy", f"{run.quality or 0:.1f}% after {run.updates:,} updates"),
         ("rewired", f"{rewirings} times"),
         ("timelines", str(PICTURE)),

@@ -136,7 +136,7 @@ def test_the_bound_of_an_options_time_is_no_more_than_its_time(make, settings):
             search.traces.base((pair,))
     search.traces.base(())
     one = option(search, **settings)
-    bound = search.bound(one)
+    bound = search.time_bound(one)
     assert 0 < bound <= search.seconds(one)
 
 

@@ -1,4 +1,4 @@
-"""`shoestring bench MODEL`: plain PyTorch and the lean run, interleaved: what is saved, and what it costs."""
+"""`shoestring bench MODEL`: measures plain PyTorch and the lean run, interleaved: the savings and their cost."""
 
 import argparse
 import statistics
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments -> both runs: predicted and measured peak, seconds of a step, and their ratios."""
+    """The arguments -> both runs: predicted and measured peak, seconds per step, and their ratios."""
     from ..planning.plan import Plan
     from ..training.apply import lean_task
 
@@ -104,7 +104,7 @@ def measured_peak(task: "Task", plan: "Plan") -> int:
 
 
 def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: list[str]) -> dict[str, float]:
-    """Median seconds of a step of each plan, their steps taken in turn so that both meet the same machine."""
+    """Median seconds per step of each plan; their steps alternate, so that both see the same load."""
     leans = [build(load_task(args.model, sizes, device="meta"), plan) for plan in plans]
     batch = load_task(args.model, sizes, device="meta").batch
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -127,5 +127,5 @@ def show(data: dict[str, Any]) -> None:
         words = described(row["settings"].items()) or "plain PyTorch"
         predicted, measured = format_bytes(row["predicted_peak_bytes"]), format_bytes(row["measured_peak_bytes"])
         print(f"{name:9} {words}")
-        print(f"          predicted {predicted}, measured {measured}, {row['seconds_per_step']:.3f} s a step")
+        print(f"          predicted {predicted}, measured {measured}, {row['seconds_per_step']:.3f} s per step")
     print(f"{data['memory_ratio']:.1f}x less memory, {data['time_ratio']:.2f}x the time")

@@ -1,4 +1,4 @@
-"""`shoestring doctor`: what is installed, what it can do on this machine, and what is missing."""
+"""`shoestring doctor`: reports what is installed, what works on this machine, and what is missing."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from ..errors import ShoestringError
 from .options import command, print_json
 
 CPU_FEATURES = ("avx2", "fma3", "f16c", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
-NOT_FOR_USERS = ("dev",)  # extras that only who works on the code needs
+NOT_FOR_USERS = ("dev",)  # extras for developers
 
 
 def add(subparsers: Any) -> None:
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """-> everything that the doctor finds, as JSON; `problems` says what to mend."""
+    """-> the doctor's findings as JSON; `problems` says what to fix."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -121,7 +121,7 @@ def _show(health: dict[str, Any]) -> None:
 
 
 def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
-    """What was found -> title, words, and whether it is there."""
+    """The findings -> title, text, and whether it is there."""
     core, cpu = health["core"], health["cpu"]
     lines = [(name, words or "not in this torch", bool(words)) for name, words in health["versions"].items()]
     lines += [

@@ -1,4 +1,4 @@
-"""What is trained, from the arguments: a model on data, with the recipe's changes; and plans from files."""
+"""Arguments -> the job: a model on data, with the recipe's changes; and plans from files."""
 
 import argparse
 from dataclasses import fields, is_dataclass, replace
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RECIPE: dict[str, Any] = {"seed": 0} | dict.fromkeys(
     ("lr", "weight_decay", "clip", "label_smoothing", "quality")
-)  # what `load_job` reads besides MODEL, its size and --data, where it is not given
+)  # what `load_job` reads besides MODEL, its size and --data, and its defaults
 
 
 def load_job(args: argparse.Namespace) -> "Job":
@@ -57,7 +57,7 @@ def _translation(args: argparse.Namespace) -> "Job":
 
 
 def _users(args: argparse.Namespace) -> "Job":
-    """A user's task, if its batch is images and labels: other data is not known here."""
+    """A user's task, if its batch is images and labels: this command can read no other data for it."""
     from ..data import open_images
     from ..training.job import image_job, takes_images
 

@@ -1,7 +1,7 @@
 """The command line: arguments in, one command run, an exit code out.
 
 A command is a module of this package with `add(subparsers)` and `run(args) -> int`, listed in COMMANDS.
-None imports torch before it runs, so that `--help` answers at once.
+None imports torch before it runs, so that `--help` is quick.
 """
 
 import os
@@ -17,7 +17,7 @@ COMMANDS = (profile, plan, train, bench, study, report, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that `argv` names -> its exit code; whatever goes wrong becomes one line on stderr."""
+    """Runs the command that `argv` names -> its exit code; any error becomes one line on stderr."""
     try:
         code = _run(argv)
         sys.stdout.flush()  # here, where a closed pipe is still caught

@@ -49,7 +49,7 @@ def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
 
 @contextmanager
 def users_code(text: str) -> Iterator[None]:
-    """Around code of the user's: what it prints goes to stderr, and what it raises is told with its line."""
+    """Around the user's code: its prints go to stderr, and its exceptions are reported with their line."""
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -83,11 +83,11 @@ def _load_file(path: Path) -> ModuleType:
     except OSError as error:
         raise ShoestringError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     sys.path.insert(0, str(path.resolve().parent))
-    name = f"shoestring_user_{path.stem}"  # no name that hides an installed module
+    name = f"shoestring_user_{path.stem}"  # must not shadow an installed module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # a dataclass looks its own module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
@@ -99,7 +99,7 @@ def _load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and one that it imports is not
+            raise  # the module exists, but one that it imports does not
         raise ShoestringError(f"there is no module {error.name!r}: check the name and the folder") from error
 
 

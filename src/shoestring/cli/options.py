@@ -1,4 +1,4 @@
-"""What the commands share: the parser, the types of arguments, and how data leaves."""
+"""Shared by the commands: the parser, the types of arguments, and output."""
 
 import argparse
 import difflib
@@ -17,7 +17,7 @@ class WrongUsage(ShoestringError):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but a mistake is an error of ours in one line, and `--bat` is no word for `--batch`."""
+    """argparse, but a mistake is a one-line error of ours, and `--bat` is not taken for `--batch`."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -30,7 +30,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 def command(subparsers: Any, name: str, run: Run, help: str, examples: Sequence[str] = ()) -> Parser:
-    """A command's name, function, purpose and examples -> its parser, which has --json already."""
+    """A command's name, function, purpose and examples -> its parser, with --json."""
     lines = [f"shoestring {name} {words}" for words in examples]
     parser = subparsers.add_parser(
         name,
@@ -76,7 +76,7 @@ def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 
 def refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:
-    """Refuses arguments that `parser` does not know, with the option that was probably meant, or all."""
+    """Refuses arguments that `parser` does not know; suggests the closest option, or lists all."""
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     word = unknown[0].split("=")[0]
     close = difflib.get_close_matches(word, known, n=1) or [", ".join(known)]
@@ -130,7 +130,7 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whose name the user gave; a refusal of the system is said in one line."""
+    """Writes a file whose name the user gave; an OS error becomes one line."""
     try:
         path.write_text(text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`shoestring plan MODEL --budget 7MB`: which techniques fit a budget, at what cost, before anything runs."""
+"""`shoestring plan MODEL --budget 7MB`: the techniques that fit a budget, and their cost, before anything runs."""
 
 import argparse
 import sys
@@ -39,7 +39,7 @@ def add_risk(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..units import parse_bytes
 
-    parse_bytes(args.budget)  # refuses nonsense before the work
+    parse_bytes(args.budget)  # refuses nonsense before any work
     with users_code(args.model):
         result = _on_data(args) if args.data else make_plan(_task(args), args, args.rehearse)
     if args.output:
@@ -62,7 +62,7 @@ def _task(args: argparse.Namespace) -> Any:
 
 
 def _on_data(args: argparse.Namespace) -> "Plan":
-    """The plan of a run on data, whose images are in memory as bytes and whose sentences have their own lengths."""
+    """The plan of a run on data: images are in memory as bytes, and sentences have their own lengths."""
     from .job import RECIPE, load_job
 
     job = load_job(argparse.Namespace(**RECIPE | vars(args)))

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     techniques = techniques_of(args)
     with users_code(args.model):
         data, ledger = (_paper if args.rules == "paper" else _real)(args, sizes, techniques)
-    _write(args, data, ledger)  # before the page, whose reader may leave early
+    _write(args, data, ledger)  # before printing, which a closed pipe may end
     if args.json:
         print_json(data)
     else:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _paper(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict[str, Any], "Ledger"]:
-    """The arguments -> JSON and ledger of the step as the paper counts it."""
+    """The arguments -> JSON and ledger of the step by the paper's counting rules."""
     from ..paper import paper_profile
 
     known = signature(paper_profile).parameters
@@ -86,7 +86,7 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:
-    """Writes the files that were asked for, and says so."""
+    """Writes the requested files, and says so."""
     if args.figure:
         from ..reporting.figures import profile_figure
 

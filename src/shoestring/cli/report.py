@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace) -> dict[str, Any]:
-    """What the arguments name -> the data of their page."""
+    """The arguments -> the data of their page."""
     from ..reporting.page import page_data, run_data, study_data
 
     if len(args.subjects) > 2:
@@ -58,7 +58,7 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _named_study(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The report of a study as far as it is done; None where no study has that name."""
+    """The report of a study as far as it is done; None if no study has that name."""
     from ..studies.jobs import Store
     from ..studies.results import report
     from ..studies.study import load, names

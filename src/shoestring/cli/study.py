@@ -1,4 +1,4 @@
-"""`shoestring study`: the papers' tables and figures, run again."""
+"""`shoestring study`: reruns the papers' tables and figures."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""`shoestring train MODEL`: trains inside a budget, saves as it goes, and tells what it took."""
+"""`shoestring train MODEL`: trains within a budget, saves as it goes, and reports the memory used."""
 
 import argparse
 import shlex
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
             answer, lines = _evaluate(args.evaluate, session, folder)
         else:
             settings = job.settings | given(args, "label_smoothing")
-            del job  # and with it the batch that only a prediction needs
+            del job  # and its batch, which only predictions need
             lean, steps["lean" if plan.techniques() else "plain"] = _predicted(session.lean, args.budget)
             _keep_steps(folder, steps)
             answer, lines = _train(args, session._replace(lean=lean), settings, folder)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _folder(args: argparse.Namespace) -> "RunFolder":
-    """The folder of the run, refused before any work is done where it holds another run, or none to go on with."""
+    """The run's folder; refused before any work if it holds another run, or none to resume."""
     from ..runs.folder import RunFolder
 
     folder = RunFolder(args.folder or Path("runs") / Path(args.model.split(":")[0]).name, warn=_say)
@@ -115,7 +115,7 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
 
 
 def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
-    """The plan: of a file, of the techniques named, of the run that is resumed, or made for the budget."""
+    """The plan: from a file, from the techniques named, from the resumed run, or made for the budget."""
     from ..planning.plan import Plan
     from .job import read_plan
     from .plan import make_plan
@@ -133,7 +133,7 @@ def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
 
 
 def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:
-    """The step without techniques, for the page, by what is known of this machine's operators; none without a plan."""
+    """The step without techniques, for the page, with the scratch known of this machine; none without a plan."""
     from ..measuring.calibration import load_cache
     from ..profiling import profile
     from ..reporting.page import step_data
@@ -143,7 +143,7 @@ def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:
     try:
         return {"plain": step_data(profile(task, load_cache(), brief=True))}
     except ShoestringError:
-        return {}  # the lean step may be traced all the same
+        return {}  # the lean step may still be traceable
 
 
 def _keep_steps(folder: "RunFolder", steps: dict[str, Any]) -> None:
@@ -151,12 +151,12 @@ def _keep_steps(folder: "RunFolder", steps: dict[str, Any]) -> None:
 
     try:
         write_steps(folder.path, steps)
-    except OSError as error:  # training itself will say what is wrong with the folder
+    except OSError as error:  # training will report what is wrong with the folder
         _say(f"the page of {folder.path} will not show the step: {error.strerror}")
 
 
 def _write_page(folder: "RunFolder") -> Path | None:
-    """The page of the run, in its folder; a run that has ended well is not lost for it."""
+    """Writes the run's page into its folder; if that fails, the finished run is still good."""
     from ..reporting.page import page_data, page_html, run_data
 
     path = folder.path / "page.html"
@@ -169,7 +169,7 @@ def _write_page(folder: "RunFolder") -> Path | None:
 
 
 def _predicted(lean: "LeanTask", budget_bytes: int | None) -> tuple["LeanTask", dict[str, Any]]:
-    """The lean task with its predicted memory in its plan, and its step; refused where that is over the budget."""
+    """The lean task with its predicted memory in its plan, and its step; refused if that is over the budget."""
     from ..measuring import calibrated
     from ..profiling import profile
     from ..reporting.page import step_data
@@ -232,7 +232,7 @@ def _train(args: argparse.Namespace, session: "Session", settings: dict[str, Any
 
 
 def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
-    """The quality of weights that a run left behind."""
+    """The quality of a run's saved weights."""
     from ..runs.averaging import averaged
     from ..runs.record import read_record
     from ..runs.save import restore_task
@@ -253,7 +253,7 @@ def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
 
 
 def _command(args: argparse.Namespace, folder: Path, **changes: Any) -> str:
-    """This command with another purpose, for the same run."""
+    """This command with changes, for the same run."""
     words = ["shoestring", "train", args.model]
     values = vars(args) | {"folder": folder, "resume": False, "evaluate": None, "json": False} | changes
     for action in args.parser._actions:

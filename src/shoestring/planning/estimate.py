@@ -1,8 +1,8 @@
-"""About how much memory a combination of techniques needs, from one trace that others share.
+"""Estimates the memory of a combination of techniques from a trace that many combinations share.
 
-A trace of the whole batch tells at each moment what is alive of weights, gradients, optimizer state and of what grows
-with the batch. The techniques that have an `Effect` make each of these smaller by a known factor; the peak of the
-scaled timeline is the estimate. It decides which plans are worth a trace of their own.
+A trace of the whole batch shows the live bytes of weights, gradients, optimizer state and of everything that grows with
+the batch, at each moment. Techniques that have an `Effect` scale these by known factors; the peak of the scaled
+timeline is the estimate. It decides which plans are worth a trace of their own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ def forward_start(traced: Profile) -> int:
 
 
 class Footprint:
-    """The timelines of a brief trace of the whole batch: when its forward pass starts, optimizer state is in place."""
+    """The timelines of a brief trace of the whole batch; optimizer state exists when its forward pass starts."""
 
     def __init__(self, traced: Profile) -> None:
         start = forward_start(traced)
@@ -34,7 +34,7 @@ class Footprint:
         brief = [e for e in entries[Category.OPTIMIZER] if not e.alive_at(start)]
         self._gradients = self._timeline(entries[Category.GRADIENT])
         self._inputs = self._timeline(entries[Category.INPUT])
-        self._update = self._timeline(brief)  # what an update makes and drops
+        self._update = self._timeline(brief)  # temporaries of an update
         self._moving = self._timeline(e for category in _MOVING for e in entries[category])
         most_gradients = int(self._gradients.argmax())
         self._lasting = {
@@ -49,26 +49,26 @@ class Footprint:
         part.time, part.entries = self.length - 1, list(entries)
         return np.array(part.timeline(), float)
 
-    def least(self, effects: Sequence[Effect]) -> float:
-        """Bytes of weights and state: no technique of the moving part goes below."""
+    def fixed(self, effects: Sequence[Effect]) -> float:
+        """Bytes of weights and optimizer state under these effects: whatever the batch, a step needs them."""
         return self._scaled(Category.MODEL, effects) + self._scaled(Category.OPTIMIZER, effects)
 
     @property
     def moving(self) -> float:
-        """The most bytes at once of what grows with the batch."""
+        """The peak of the bytes that grow with the batch."""
         return float(self._moving.max())
 
     def peak(self, effects: Sequence[Effect]) -> float:
-        """The effects of the other techniques -> bytes at the peak."""
+        """Effects -> the estimated peak in bytes."""
         share = prod(effect.share for effect in effects)
-        lasting: Any = self._scaled(Category.GRADIENT, effects)  # of the microbatches before
+        lasting: Any = self._scaled(Category.GRADIENT, effects)  # accumulated over microbatches
         if share == 1 and lasting:
             lasting = self._gradients * (lasting / self._scaled(Category.GRADIENT, ()))
         update = prod(effect.update for effect in effects) * self._update
-        return float((self.least(effects) + lasting + update + self._inputs + share * self._moving).max())
+        return float((self.fixed(effects) + lasting + update + self._inputs + share * self._moving).max())
 
     def _scaled(self, category: Category, effects: Sequence[Effect]) -> float:
-        """The bytes of a category where every effect on it is in force."""
+        """The bytes of a category under all effects."""
         factors = [(getattr(effect, _FIXED[category]), effect.layers) for effect in effects]
         layers = next((layers for _, layers in factors if layers), ())
         inside, outside = self._split(category, layers)
@@ -76,7 +76,7 @@ class Footprint:
         return everywhere * (inside * prod(factor for factor, where in factors if where) + outside)
 
     def _split(self, category: Category, layers: tuple[str, ...]) -> tuple[int, int]:
-        """Bytes of a category inside these layers and outside of them."""
+        """Bytes of a category inside and outside these layers."""
         if (category, layers) not in self._totals:
             names, entries = set(layers), self._lasting[category]
             inside = sum(e.bytes for e in entries if e.module in names)

@@ -1,4 +1,4 @@
-"""Why a plan is as it is: its reasons, what else there is, what was left out, and why nothing fits."""
+"""Explains a search: the reasons for a plan, its alternatives, what was left out, and why nothing fits."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,11 @@ from .traces import object_bytes
 if TYPE_CHECKING:
     from .search import Search
 
-ALTERNATIVES = 3  # by the estimates, that are shown beside what was traced
+ALTERNATIVES = 3  # estimated plans, shown beside the traced ones
 
 
 def plan_of(search: "Search", option: Option) -> Plan:
-    """An option that fits -> the plan, with all that is known of it."""
+    """An option that fits -> the plan, with its predictions, reasons and alternatives."""
     traced, plain = search.traces.of(option.settings), search.traces.plain()
     assert traced is not None
     return Plan(
@@ -45,7 +45,7 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
             objects = f" and {format_bytes(object_bytes(traced), 2)} of Python's objects"
             near = traced.peak_bytes <= search.budget < traced.peak_bytes + object_bytes(traced)
             yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}{objects if near else ''}"
-        elif not search.traces.known_base(less.settings) and (least := search.least(less)) > search.budget:
+        elif not search.traces.known_base(less.settings) and (least := search.lower_bound(less)) > search.budget:
             yield f"{name} {value}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
             yield f"{name} {value}: without it about {format_bytes(search.estimate(less)[0], 2)}"
@@ -61,10 +61,8 @@ def _warnings(settings: Settings) -> list[str]:
 
 # -- what else there is -------------------------------------------------------------------------------------------
 def alternatives(search: "Search", chosen: Option) -> list[dict[str, Any]]:
-    """What no other beats in memory, time and risk together, least memory first.
-
-    Of what was traced, and a few more of the chosen risk, with their estimates: these are marked `estimated`.
-    """
+    """The Pareto-optimal options in memory, time and risk, least memory first: of those that were traced, and a few
+    more of the chosen risk, which are marked `estimated`."""
     rows = [
         (traced.peak_bytes, search.time_ratio(option), option.risk, False, settings)
         for settings, traced in search.traces.profiles.items()
@@ -79,7 +77,7 @@ def alternatives(search: "Search", chosen: Option) -> list[dict[str, Any]]:
 
 
 def _estimated(search: "Search", risk: Risk) -> list[tuple]:
-    """A few options on the front of the estimates, spread over it."""
+    """A few options, spread over the Pareto front of the estimates."""
     known = [option for option in search.candidates.at(risk) if option.settings not in search.traces.profiles
              and search.traces.known_base(option.settings)]  # fmt: skip
     rows = [(round(search.estimate(option)[0]), search.time_ratio(option), risk, True, option.settings)
@@ -89,21 +87,21 @@ def _estimated(search: "Search", risk: Risk) -> list[tuple]:
 
 
 def _front(rows: list[tuple]) -> list[tuple]:
-    """Rows that begin with bytes, time and risk -> those that no other beats in all three."""
+    """Rows that begin with bytes, time and risk -> the Pareto-optimal ones."""
     kept: list[tuple] = []
-    for row in sorted(rows, key=lambda row: row[:3]):  # who beats a row comes before it
-        if not any(_beats(other, row) for other in kept):
+    for row in sorted(rows, key=lambda row: row[:3]):  # a row that dominates another comes first
+        if not any(_dominates(other, row) for other in kept):
             kept.append(row)
     return kept
 
 
-def _beats(other: tuple, row: tuple) -> bool:
+def _dominates(other: tuple, row: tuple) -> bool:
     return all(a <= b for a, b in zip(other[:3], row[:3], strict=True)) and other[:3] != row[:3]
 
 
 # -- what was left out --------------------------------------------------------------------------------------------
 def grouped(left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
-    """What was left out -> one row a reason, with all that it holds for."""
+    """Options that were left out -> one row per reason."""
     rows: dict[str, dict[str, Any]] = {}
     for one in left_out:
         row = rows.setdefault(one.reason, {"options": [], "reason": one.reason, "kind": one.kind})
@@ -112,14 +110,14 @@ def grouped(left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
 
 
 def warnings_of(left_out: Iterable[LeftOut]) -> list[str]:
-    """The lines for options that failed by an error that is no refusal of ours: it may be a bug."""
+    """One line per error that is not a refusal of ours: it may be a bug."""
     rows = [row for row in grouped(left_out) if row["kind"] == "error"]
     return [f"{'; '.join(row['options'])}: left out of the search, for it raised {row['reason']}" for row in rows]
 
 
 # -- nothing fits -------------------------------------------------------------------------------------------------
 def nothing_fits(search: "Search", allowed: Risk) -> NoPlanFits:
-    """The error for a budget that no plan fits: the least that there is, what fills it, and what would help."""
+    """The error for a budget that no plan fits: the smallest plan, its largest parts, and what would help."""
     settings = search.smallest(allowed)
     traced = search.traces.of(settings)
     assert traced is not None
@@ -137,13 +135,13 @@ def nothing_fits(search: "Search", allowed: Risk) -> NoPlanFits:
 
 
 def _missing(search: "Search") -> Iterator[str]:
-    """What was left out that might have helped; what has no effect, or none beside another, would not have."""
+    """Options that were left out and might have helped: not those without effect, or without effect beside another."""
     alone = [one for one in search.left_out if one.kind in ("refused", "error") and len(one.settings) == 1]
     yield from (f"left out: {', '.join(row['options'])}, for {row['reason']}" for row in grouped(alone))
 
 
 def _more_risk(search: "Search", allowed: Risk) -> str:
-    """What a higher risk would give and cost, if any is left."""
+    """The plan that a higher risk would allow, and its cost, if there is one."""
     for level in Risk:
         if level > allowed and (option := search.best(level)):
             traced = search.traces.of(option.settings)

@@ -1,4 +1,4 @@
-"""The combinations of techniques that the planner may try, and why others are left out."""
+"""The combinations of techniques that the planner may try, and the reasons why others are left out."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -83,7 +83,7 @@ class Candidates:
         self.left_out.setdefault(what, LeftOut(what, str(error) if ours else told(error), kind))
 
     def at(self, level: Risk) -> list[Option]:
-        """Every combination whose largest risk is `level`."""
+        """Every combination whose highest risk is `level`."""
         return list(self._at(level))
 
     @cache  # noqa: B019 - lives as long as one search

@@ -26,7 +26,7 @@ class Plan(_Techniques):
     predicted_time_ratio: float | None = None
     reasons: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
-    left_out: tuple[dict[str, Any], ...] = ()  # options that were not weighed, by reason
+    left_out: tuple[dict[str, Any], ...] = ()  # options that the planner left out, by reason
 
     def __post_init__(self) -> None:
         for word in WORDS:

@@ -1,7 +1,7 @@
-"""A rehearsal: one real microbatch goes forward and backward under a plan, on a copy of the model.
+"""A rehearsal: one real microbatch runs forward and backward under a plan, on a copy of the model.
 
-A trace knows shapes, and not what a kernel refuses, nor numbers. Afterwards everything is as before: the model, its
-buffers and gradients, and the random generators, whatever the rehearsal met.
+A trace knows shapes, but neither numbers nor what a kernel refuses. Afterwards everything is as before, even if the
+rehearsal fails: the model, its buffers and gradients, and the random generators.
 """
 
 import copy
@@ -32,7 +32,7 @@ def why_not_rehearsed(task: Task) -> str:
 
 
 def rehearse(task: Task, settings: Settings) -> None:
-    """Runs one microbatch under the settings, without an update; raises what that raises, and for a loss of NaN."""
+    """Runs one microbatch under the settings, without an update; raises if that fails, or if the loss is NaN."""
     with _unharmed(task):
         model, loss = copy.deepcopy((task.model, task.loss))
         lean = apply_settings(task.with_(model=model, loss=loss), dict(settings))
@@ -44,7 +44,7 @@ def rehearse(task: Task, settings: Settings) -> None:
 
 @contextmanager
 def _unharmed(task: Task) -> Iterator[None]:
-    """Random generators, and what a loss could reach that holds on to the model itself, are as before afterwards."""
+    """Restores the random generators, and what a loss that holds the original model could change in it."""
     model = task.model
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -52,7 +52,7 @@ def _unharmed(task: Task) -> Iterator[None]:
     generators = RandomState({})
     drawn = generators.state()
     for parameter, _ in gradients:
-        parameter.grad = None  # what is added to it is not added to what is there
+        parameter.grad = None  # the rehearsal must not accumulate into it
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def _unharmed(task: Task) -> Iterator[None]:
 
 
 def free_bytes() -> int | None:
-    """Bytes that this process could still take, by the system and by its control group; None where nobody tells."""
+    """Bytes that this process may still allocate, by the system and its control group; None if neither says."""
     found = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,11 +1,10 @@
-"""The search: from a budget in bytes to the plan that keeps it at least cost.
+"""The search: a budget in bytes -> the cheapest plan that fits it.
 
-Exactness is spent first: plans that compute the same numbers, then those whose effect was found not to matter, then
-approximate ones, the mildest of each first, up to the risk that the user allows. Among equals the least predicted time
-wins. So plans are in one order that no budget changes, and a lower budget never gets a higher peak. Whether a plan fits
-is decided by tracing the task after `apply`, with the scratch that its operators need on this machine; an estimate
-(estimate.py) only skips what is far from fitting, and learns from each trace how far it was off. What a trace would
-tell of an option's time is bounded from below first (`Search.bound`): most are never traced.
+Exact plans come first, then neutral ones, then approximate ones, up to the risk that the user allows, and within a risk
+the mildest first. Among equals the least predicted time wins. This order does not depend on the budget, so a lower
+budget never gets a higher peak. Whether a plan fits is decided by tracing the task after `apply`, with the scratch that
+its operators need on this machine; an estimate (estimate.py) only skips what is far from fitting, and is corrected by
+each trace. An option's time is bounded from below before it is traced (`Search.time_bound`): most are never traced.
 """
 
 import heapq
@@ -26,7 +25,7 @@ from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
 from .timing import seconds_of
-from .traces import TRACED, Base, Calibrate, Progress, Table, Traces, object_bytes
+from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, object_bytes
 
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
 
@@ -42,13 +41,13 @@ def plan(
     rehearse: bool = False,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Plan:
-    """A task and a budget -> the plan with the least predicted time that fits it, at the least risk that does.
+    """A task and a budget -> the fastest plan, by prediction, of the lowest risk that fits it.
 
     `rates` are those of the device (`measuring.rates`), `workspace` is the known scratch of operators, as for
-    `profile`; `calibrate` is asked for what is not known of a plan that would fit. Without both, scratch inside
-    PyTorch's operators is not counted. With `rehearse` one microbatch goes forward and backward under a plan, on a copy
-    of the model, before it is handed out; a plan that fails is left out. `warn` is told of options that were left out
-    for an error that is no refusal of Shoestring's.
+    `profile`; `calibrate` measures the unknown scratch of a plan that would fit. Without both, scratch inside PyTorch's
+    operators is not counted. With `rehearse`, one microbatch runs forward and backward under a plan, on a copy of the
+    model, before the plan is returned; a plan that fails is left out. `warn` is called for options that were left out
+    because of an error that is not a refusal of Shoestring's.
     """
     limit, allowed = parse_bytes(budget), Risk.named(risk)
     search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
@@ -79,10 +78,10 @@ class Search:
         self.candidates = Candidates(task)
         self.traces = Traces(task, self.candidates, dict(workspace or {}), calibrate, progress)
         self.wants_rehearsal, self.not_rehearsed = rehearse, why_not_rehearsed(task) if rehearse else ""
-        self._rehearsed: dict[Settings, bool] = {(): True}  # plain training has nothing of ours in it
-        self._least: dict[Settings, tuple[float, float]] = {}
+        self._rehearsed: dict[Settings, bool] = {(): True}  # plain training needs none
+        self._lower_bounds: dict[Settings, tuple[float, float]] = {}
         self._effects: dict[tuple, Effect | None] = {}
-        self._misses: dict[tuple, tuple[float, float, int]] = {}  # kind -> share of the batch, bytes missed, objects
+        self._misses: dict[tuple, tuple[float, float, int]] = {}  # correction key -> share, bytes missed, objects
 
     @property
     def left_out(self) -> list[LeftOut]:
@@ -90,14 +89,11 @@ class Search:
 
     # -- the choice ---------------------------------------------------------------------------------------------
     def best(self, level: Risk) -> Option | None:
-        """The fastest combination of this risk that fits, of the mildest degree that has one.
-
-        Where plain training fits, it is left as it is.
-        """
+        """The fastest combination of this risk that fits, among the least rough; plain training if that fits."""
         if level == Risk.EXACT and self.fits(PLAIN):
             return PLAIN
         roughness = self.candidates.roughness
-        small = [option for option in self.candidates.at(level) if self.least(option) <= self.budget]
+        small = [option for option in self.candidates.at(level) if self.lower_bound(option) <= self.budget]
         for _, group in itertools.groupby(sorted(small, key=roughness), key=roughness):
             for option in self._from_the_fastest(list(group)):
                 if self.could_fit(option) and self.fits(option):
@@ -105,27 +101,27 @@ class Search:
         return None
 
     def _from_the_fastest(self, options: list[Option]) -> Iterator[Option]:
-        """Options by their time; one whose time is only bounded waits for its trace until its bound is least."""
-        heap = [(self.bound(option), len(option.settings), n, option) for n, option in enumerate(options)]
+        """Options by predicted time; one whose time is only bounded is traced once its bound is the lowest."""
+        heap = [(self.time_bound(option), len(option.settings), n, option) for n, option in enumerate(options)]
         heapq.heapify(heap)
         while heap:
             bound, length, number, option = heapq.heappop(heap)
             key = self.traces.key(option.settings)
             if self.traces.has_base(key) and self.traces.base(key) is None:
                 continue
-            if bound == self.bound(option):  # nothing was traced meanwhile that says more
+            if bound == self.time_bound(option):  # no trace since has raised it
                 if self.traces.has_base(key):
                     yield option
                     continue
                 instead = self._instead(key)[0]
                 self.traces.base(key if self.traces.has_base(instead) else instead)
-            heapq.heappush(heap, (self.bound(option), length, number, option))
+            heapq.heappush(heap, (self.time_bound(option), length, number, option))
 
-    def bound(self, option: Option) -> float:
-        """The predicted seconds of a step, or no more than these where the option's kind was not traced yet.
+    def time_bound(self, option: Option) -> float:
+        """The predicted seconds of a step; a lower bound if the option has no base trace yet.
 
-        A strategy is slower than a milder one, and by more the more bytes it must save over it to fit the budget: each
-        of them is made again, or goes to disk, in every microbatch.
+        A strategy is slower than a milder one, the more so the more bytes it must save over it to fit the budget: each
+        byte is recomputed, or goes to disk, in every microbatch.
         """
         key = self.traces.key(option.settings)
         if self.traces.has_base(key):
@@ -139,7 +135,7 @@ class Search:
         return (self.seconds(milder) or 0.0) + price
 
     def _instead(self, key: Settings) -> tuple[Settings, str]:
-        """Settings that need a trace -> milder ones that are surely faster, and where the bytes go that are saved."""
+        """Settings that need a trace -> milder ones that are surely faster, and the medium of the bytes they save."""
         milder, media = [], []
         for name, value in key:
             price = self.candidates.bounds(name, value).price
@@ -150,22 +146,22 @@ class Search:
                 milder.append((name, kept))
         return tuple(milder), "disk" if media == ["disk"] else "memory"
 
-    def least(self, option: Option) -> float:
-        """Bytes below which an option cannot be, judged from plain training alone."""
+    def lower_bound(self, option: Option) -> float:
+        """A lower bound of an option's bytes, from the trace of plain training alone."""
         bounds = [self.candidates.bounds(*pair) for pair in option.settings if pair[0] in TRACED]
         known = tuple(pair for pair in option.settings if pair[0] not in TRACED)
-        if known not in self._least:
+        if known not in self._lower_bounds:
             effects, plain = self.effects(option, ()), self._base(PLAIN).footprint
-            known_all = len(effects) == len(known)  # or one failed, and is left out
-            self._least[known] = (plain.least(effects), _share(effects) * plain.moving) if known_all else (inf, inf)
-        lasting, moving = self._least[known]
+            known_all = len(effects) == len(known)  # else one failed, and is left out
+            moving = _share(effects) * plain.moving
+            self._lower_bounds[known] = (plain.fixed(effects), moving) if known_all else (inf, inf)
+        lasting, moving = self._lower_bounds[known]
         return lasting * prod(one.lasting for one in bounds) + DOUBT * moving * prod(one.moving for one in bounds)
 
     def seconds(self, option: Option) -> float | None:
-        """The predicted seconds of a step; None where its techniques cannot be applied.
+        """The predicted seconds of a step; None if its techniques cannot be applied.
 
-        From the trace of the whole batch: microbatches make more calls, and of sparse layers only the nonzeros are
-        computed.
+        From the trace of the whole batch: microbatches make more calls, and sparse layers compute their nonzeros only.
         """
         key = self.traces.key(option.settings)
         base = self.traces.base(key)
@@ -175,7 +171,7 @@ class Search:
         return seconds_of(base.work, self.rates, self._pieces(option), density, lean=bool(key))
 
     def effects(self, option: Option, key: Settings) -> list[Effect]:
-        """What the techniques that need no trace do beside those of `key`."""
+        """The effects of an option's techniques that need no trace, on the base trace of `key`."""
         found = (self._effect(key, *pair) for pair in option.settings if pair[0] not in TRACED)
         return [effect for effect in found if effect is not None]
 
@@ -190,65 +186,65 @@ class Search:
     def _pieces(self, option: Option) -> int:
         return max((effect.pieces for effect in self.effects(option, ())), default=1)
 
-    def _base(self, option: Option) -> Base:
+    def _base(self, option: Option) -> BaseTrace:
         base = self.traces.base(self.traces.key(option.settings))
         assert base is not None, "it has a time, so it has a base"
         return base
 
     # -- whether it fits ----------------------------------------------------------------------------------------
     def estimate(self, option: Option) -> tuple[float, bool]:
-        """An option -> about its peak in bytes, and whether a trace of its kind has corrected that."""
+        """An option -> its estimated peak in bytes, and whether a similar option's trace has corrected it."""
         effects = self.effects(option, self.traces.key(option.settings))
         rough = self._base(option).footprint.peak(effects)
-        if (kind := self._kind(option)) not in self._misses:
+        if (key := self._correction_key(option)) not in self._misses:
             return rough, False
-        share_then, missed, _ = self._misses[kind]
+        share_then, missed, _ = self._misses[key]
         return rough + missed * min(1.0, _share(effects) / share_then), True
 
-    def _kind(self, option: Option) -> tuple:
-        """Options whose estimates are off in the same way."""
+    def _correction_key(self, option: Option) -> tuple:
+        """Options with the same key have similar errors in their estimates."""
         key = self.traces.key(option.settings)
         effects = self.effects(option, key)
         return key, any(effect.layers for effect in effects), any(effect.gradients == 0 for effect in effects)
 
     def surely(self, option: Option) -> float:
-        """Bytes that an option surely needs, by its estimate, with the objects around its tensors."""
+        """Bytes that an option needs for sure, by its estimate, including the objects around its tensors."""
         about, corrected = self.estimate(option)
-        *_, objects = self._misses.get(self._kind(option), (self._base(option).objects,))
+        *_, objects = self._misses.get(self._correction_key(option), (self._base(option).objects,))
         return (about + objects) * (DOUBT_AFTER_TRACE if corrected else DOUBT)
 
     def could_fit(self, option: Option) -> bool:
-        """False where the estimate is far over the budget."""
+        """False if the estimate is far over the budget."""
         return self.surely(option) <= self.budget
 
     def fits(self, option: Option) -> bool:
-        """Whether the option's traced peak, with the scratch of its operators, is within the budget, and it runs."""
+        """Whether the option's traced peak, with the scratch of its operators, fits the budget, and it runs."""
         traced = self.peak(option)
         return traced is not None and self.has_room(traced) and self._runs(option)
 
     def peak(self, option: Option) -> Profile | None:
-        """The trace of an option, with the scratch of its operators if it fits without; estimates learn from it."""
+        """The trace of an option, with the scratch of its operators if it fits without; it corrects the estimates."""
         settings = option.settings
         traced = self.traces.of(settings)
         while traced is not None and self.has_room(traced) and self.traces.calibrated(traced):
-            # One table leads to the next: an output of a size that was not known is another call's argument.
+            # A calibration may need another: an output whose size was unknown is an argument of the next call.
             traced = self.traces.again(settings)
         if traced is not None and self.traces.base(self.traces.key(settings)) is not None:
             effects = self.effects(option, self.traces.key(settings))
             missed = traced.peak_bytes - self._base(option).footprint.peak(effects)
-            self._misses[self._kind(option)] = _share(effects), missed, object_bytes(traced)
+            self._misses[self._correction_key(option)] = _share(effects), missed, object_bytes(traced)
         return traced
 
     def has_room(self, traced: Profile) -> bool:
-        """Whether a traced step fits, with room for what no trace sees."""
+        """Whether a traced step fits, with room for objects that no trace sees."""
         return traced.peak_bytes + object_bytes(traced) <= self.budget
 
     def _runs(self, option: Option) -> bool:
-        """Whether the option survives its rehearsal; True where there is none."""
+        """Whether the option survives its rehearsal; True if there is none."""
         if not self.wants_rehearsal or self.not_rehearsed or self._rehearsed_well(option.settings):
             return True
         for pair in option.settings if len(option.settings) > 1 else ():
-            self._rehearsed_well((pair,))  # whether it fails alone: then no other combination with it is tried
+            self._rehearsed_well((pair,))  # if it fails alone, no combination with it is tried
         return False
 
     def _rehearsed_well(self, settings: Settings) -> bool:
@@ -257,7 +253,7 @@ class Search:
             self._rehearsed[settings] = True
             try:
                 rehearse(self.task, settings)
-            except Exception as error:  # whatever a real step meets that a trace did not
+            except Exception as error:  # anything that a trace does not see
                 self._rehearsed[settings] = False
                 self.traces.drop(settings, error)
         return self._rehearsed[settings]
@@ -273,15 +269,15 @@ class Search:
         return (self.seconds(option) or 0.0) / (self.seconds(PLAIN) or 1.0)
 
     def smallest(self, allowed: Risk) -> Settings:
-        """The settings with the least traced peak of all that are allowed.
+        """The allowed settings with the smallest traced peak.
 
-        Estimates say what to trace: from the least on, until no other could need less than what was found.
+        Options are traced by their estimates, the smallest first, until no other could need less than the best found.
         """
         options = [option for level in Risk if level <= allowed for option in self.candidates.at(level)]
         self.traces.of(())
         traced = {s: p.peak_bytes + object_bytes(p) for s, p in self.traces.profiles.items()
                   if p is not None and self.candidates.option(s).risk <= allowed}  # fmt: skip
-        heap = [(self.least(option), number, option) for number, option in enumerate(options)]
+        heap = [(self.lower_bound(option), number, option) for number, option in enumerate(options)]
         heapq.heapify(heap)
         while True:
             smallest = min(traced, key=lambda settings: traced[settings])
@@ -294,7 +290,7 @@ class Search:
                 return smallest
 
     def _look_for_less(self, heap: list, traced: dict[Settings, int]) -> None:
-        """Takes the option with the least bound: gives it a better one, or its trace."""
+        """Takes the option with the lowest bound and gives it a tighter bound, or its trace."""
         _, number, option = heapq.heappop(heap)
         if option.settings in traced or self.traces.base(self.traces.key(option.settings)) is None:
             return
@@ -310,6 +306,6 @@ def _share(effects: list[Effect]) -> float:
 
 
 def _replaced(settings: Settings, milder: Settings) -> Settings:
-    """Settings with those that need a trace replaced by milder ones."""
+    """Replaces the settings that need a trace by milder ones."""
     values = {name: value for name, value in settings if name not in TRACED} | dict(milder)
     return tuple((name, values[name]) for name in REGISTRY if name in values)

@@ -1,4 +1,4 @@
-"""How long a step would take: FLOPs, bytes and calls of its trace, at the rates of this device.
+"""Predicts the time of a step: the FLOPs, bytes and calls of its trace, at the rates of this device.
 
     seconds = flops / flops_per_second + 3 born_bytes / bytes_per_second + calls seconds_per_call
               + 2 offloaded_bytes / disk_bytes_per_second
@@ -14,20 +14,20 @@ from ..profiling import Profile
 from ..rates import Rates
 from .estimate import forward_start
 
-LEAN_CALL = 2.0  # times the calls of plain layers: functions of our own, in Python, around each kernel
+LEAN_CALL = 2.0  # a lean layer's calls, in plain layers' calls: each kernel is called by Python functions of ours
 
 
 class Work(NamedTuple):
-    """What one traced step of the whole batch does, as far as its time goes."""
+    """What takes time in one traced step of the whole batch."""
 
     flops: float
     born_bytes: int
     calls: int
-    offloaded_bytes: int  # that go to disk
+    offloaded_bytes: int
 
 
 def work_of(traced: Profile, offloaded_bytes: int = 0) -> Work:
-    """A brief trace -> its work, from the forward pass on: what comes before puts state in place."""
+    """A brief trace -> its work from the forward pass on: before it, optimizer state is created."""
     flops = sum(traced.flops[part] for part in ("forward", "backward", "recompute"))
     start = forward_start(traced)
     born = [entry.bytes for entry in traced.ledger.entries if entry.born >= start]
@@ -35,7 +35,7 @@ def work_of(traced: Profile, offloaded_bytes: int = 0) -> Work:
 
 
 def seconds_of(work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False) -> float:
-    """The predicted time of a step, if it is run in `pieces` with sparse layers."""
+    """The predicted time of a step that runs in `pieces` and computes a share `density` of its FLOPs."""
     rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
     calls = pieces * work.calls * (LEAN_CALL if lean else 1.0)
     moved = work.born_bytes * rates.seconds_per_byte("memory") + work.offloaded_bytes * rates.seconds_per_byte("disk")

@@ -1,4 +1,4 @@
-"""Every trace of one search: settings -> the profile of the task under them, made once; what fails is told."""
+"""Every trace of one search: settings -> the profile of the task under them, made once; failures are recorded."""
 
 import copy
 from collections.abc import Callable
@@ -27,8 +27,8 @@ STORAGE_BYTES, NODE_BYTES, ONCE_BYTES = 450, 800, 64 * 1024
 TRACED = tuple(name for name, technique in REGISTRY.items() if technique.effect is None)
 
 
-class Base(NamedTuple):
-    """The task under those settings that need a trace, and what its trace says of others beside them."""
+class BaseTrace(NamedTuple):
+    """The task under settings that need a trace, and what its trace says about adding those that do not."""
 
     task: Task
     footprint: Footprint
@@ -37,7 +37,7 @@ class Base(NamedTuple):
 
 
 class Traces:
-    """What was traced so far. A trace that fails is None, and among what the candidates leave out."""
+    """The traces made so far. A trace that fails is None, and the candidates record why."""
 
     def __init__(
         self, task: Task, candidates: Candidates, workspace: Table, calibrate: Calibrate | None, progress: Progress
@@ -45,18 +45,18 @@ class Traces:
         self.candidates, self.workspace, self.calibrate, self.progress = candidates, workspace, calibrate, progress
         self.profiles: dict[Settings, Profile | None] = {}
         self._tasks: dict[Settings, Task | None] = {(): task.with_(model=blank(task.model))}
-        self._bases: dict[Settings, Base | None] = {}
+        self._bases: dict[Settings, BaseTrace | None] = {}
         self._offloaded: dict[Settings, int] = {}
-        self._broken: set[Settings] = set()  # settings that no combination works with
+        self._broken: set[Settings] = set()  # settings that fail in any combination
 
     def of(self, settings: Settings) -> Profile | None:
-        """Settings -> the traced task; None where a technique does not suit this task or the others."""
+        """Settings -> their trace; None if a technique does not work with this task or with the others."""
         if settings not in self.profiles:
             self.profiles[settings] = self._traced(settings)
         return self.profiles[settings]
 
     def again(self, settings: Settings) -> Profile | None:
-        """The same with what was calibrated since."""
+        """Traces the settings anew, with the scratch calibrated since."""
         self.profiles[settings] = self._traced(settings)
         return self.profiles[settings]
 
@@ -68,17 +68,17 @@ class Traces:
         offloaded: list[int] = []
         with Ambient.during(offloaded_bytes=offloaded):
             if not settings:
-                traced = profile(task, self.workspace, brief=True)  # who cannot be traced is told so
+                traced = profile(task, self.workspace, brief=True)  # an error is the caller's
             else:
                 traced = self._guarded(settings, lambda: profile(task, self.workspace, brief=True))
         self._offloaded[settings] = sum(offloaded)
         if traced is None and len(settings) > 1:
             for pair in settings:
-                self.of((pair,))  # whether it fails alone: then no other combination with it is tried
+                self.of((pair,))  # if it fails alone, no combination with it is tried
         return traced
 
     def task(self, settings: Settings) -> Task | None:
-        """The task under settings; those that share the first techniques share the work of applying them."""
+        """The task under settings; settings with a common prefix share the work of applying it."""
         if any((pair,) in self._broken for pair in settings):
             return None
         if settings not in self._tasks:
@@ -94,14 +94,14 @@ class Traces:
         return result
 
     def drop(self, settings: Settings, error: Exception) -> None:
-        """Takes settings out that turned out not to work."""
+        """Removes settings that turned out not to work."""
         self.candidates.leave_out(settings, error)
         self.profiles[settings] = None
         self._broken.add(settings)
 
     # -- traces that others share -----------------------------------------------------------------------------------
     def key(self, settings: Settings) -> Settings:
-        """Settings -> those whose trace of the whole batch serves for them."""
+        """Settings -> the settings whose trace of the whole batch serves for them."""
         own = tuple(pair for pair in settings if pair[0] in TRACED)
         traced = tuple((name, self.candidates.bounds(name, value).traced_as or value) for name, value in own)
         return own if self._bases.get(traced, True) is None else traced
@@ -109,17 +109,17 @@ class Traces:
     def has_base(self, key: Settings) -> bool:
         return key in self._bases
 
-    def known_base(self, settings: Settings) -> Base | None:
-        """The base of any settings, if it is there already."""
+    def known_base(self, settings: Settings) -> BaseTrace | None:
+        """The base trace of any settings, if it was made already."""
         return self._bases.get(self.key(settings))
 
-    def base(self, key: Settings) -> Base | None:
-        """Settings that need a trace -> it, of the whole batch; None where they do not suit the task."""
+    def base(self, key: Settings) -> BaseTrace | None:
+        """Settings that need a trace -> their trace of the whole batch; None if they do not work with the task."""
         if key not in self._bases:
             traced, task = self.of(key), self.task(key)
             found = traced is not None and task is not None
             self._bases[key] = (
-                Base(task, Footprint(traced), work_of(traced, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
+                BaseTrace(task, Footprint(traced), work_of(traced, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
                 if found
                 else None
             )
@@ -127,15 +127,15 @@ class Traces:
 
     # -- scratch ----------------------------------------------------------------------------------------------------
     def calibrated(self, traced: Profile) -> bool:
-        """Asks for the scratch of operators that is not known -> whether more is known now than the trace counted."""
+        """Calibrates the operators whose scratch is unknown -> whether more is known now than the trace counted."""
         unknown = [call for call in traced.signatures if str(call) not in self.workspace]
         if self.calibrate is not None and unknown:
             self.workspace |= dict.fromkeys(map(str, unknown)) | self.calibrate(unknown)
-        # What was found for another trace since counts too.
+        # Scratch found for another trace since then counts too.
         return sum(self.workspace.get(str(call)) or 0 for call in traced.signatures) > traced.scratch_bytes
 
     def plain(self) -> Profile:
-        """Plain training, with the scratch of its operators: what all savings are told against."""
+        """Plain training with the scratch of its operators: the baseline of all savings."""
         traced = self.of(())
         while traced is not None and self.calibrated(traced):
             traced = self.again(())
@@ -151,7 +151,7 @@ def object_bytes(traced: Profile) -> int:
 
 
 def blank(model: torch.nn.Module) -> torch.nn.Module:
-    """A model -> the same on the meta device, to be changed by techniques without touching the real one."""
+    """A model -> a copy on the meta device, which techniques may change without touching the real one."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for home in (module._parameters, module._buffers):
