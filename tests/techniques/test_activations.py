@@ -240,7 +240,7 @@ def test_a_full_disk_is_told_and_the_next_step_works(tmp_path, monkeypatch):
         return real(file, data[:fits], offset)
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(ShoestringError, match=f"out to {tmp_path}.*free: No space left.*TMPDIR"):
+    with pytest.raises(ShoestringError, match=f"activations to {tmp_path}.*free: No space left.*TMPDIR"):
         lean.step(lean.task.batch)
     left[0] = 10**12
     assert torch.isfinite(lean.step(lean.task.batch))
@@ -248,7 +248,7 @@ def test_a_full_disk_is_told_and_the_next_step_works(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_missing_is_told(monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere/at/all")
-    with pytest.raises(ShoestringError, match="cannot page activations out to /nowhere/at/all"):
+    with pytest.raises(ShoestringError, match="cannot offload activations to /nowhere/at/all"):
         apply(task(), Plan(activations="offload"))
 
 

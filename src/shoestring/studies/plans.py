@@ -5,9 +5,8 @@ from typing import Any
 
 from ..models.tuned import learning_rate_multiplier
 from ..planning.plan import Plan
+from ..techniques import WORDS
 from .study import Row, Scale, Study
-
-PLAIN = {"nonzero": 100, "precision": "fp32", "checkpoint": "none"}
 
 
 def model_of(study: Study, row: Row) -> str:
@@ -22,19 +21,14 @@ def size_of(study: Study, scale: Scale | None = None) -> dict[str, int]:
 
 
 def plan_of(settings: Mapping[str, Any], size: int) -> Plan:
-    """A row's settings and the size of the batch -> the plan; what asks for nothing is left out of it."""
-    values: dict[str, Any] = {
-        key: settings[key]
-        for key in ("precision", "optimizer", "checkpoint")
-        if key in settings and settings[key] != PLAIN.get(key)
-    }
-    if "activations" in settings:
-        values["activations"] = settings["activations"]
-    if settings.get("nonzero", 100) < 100:
+    """A row's settings and the size of the batch -> the plan; values that ask for nothing are left out of it."""
+    values: dict[str, Any] = {word.name: settings[word.name] for word in WORDS if word.asks(settings.get(word.name))}
+    if "nonzero" in values:
         values["nonzero"] = _sparsity(settings)
-    if settings.get("microbatch", size) < size:
-        simulated = {"size": settings["microbatch"], "simulated": True}
-        values["microbatch"] = simulated if settings.get("simulated") else settings["microbatch"]
+    if values.get("microbatch", size) >= size:
+        values.pop("microbatch", None)
+    elif settings.get("simulated"):
+        values["microbatch"] = {"size": settings["microbatch"], "simulated": True}
     return Plan(**values)
 
 

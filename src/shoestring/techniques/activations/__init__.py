@@ -42,7 +42,7 @@ EXAMPLES = 'offload, half, masks, "blocks.*=offload" or "head:softmax=half,offlo
 
 
 class Rule(NamedTuple):
-    """Tensors that `operation` saves in `module` (both with * and ?) are kept by `codec`."""
+    """Tensors that `operation` saves in `module` (both with * and ?) are stored by `codec`."""
 
     module: str
     operation: str
@@ -159,7 +159,7 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
 # -- the pass ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class SavedPass:
-    """The context of a pass in which the rules decide what is kept."""
+    """The context of a pass in which the rules decide how saved tensors are stored."""
 
     rules: tuple[Rule, ...]
 
@@ -174,7 +174,7 @@ class SavedPass:
 
 
 class Saver:
-    """Decides by the rules; packs a tensor once, and of a view the view or its base, whichever is smaller."""
+    """Applies the rules. A tensor is packed once; for a view, the view or its base, whichever is smaller."""
 
     def __init__(self, rules: tuple[Rule, ...], keepers: dict[str, Store], model: nn.Module) -> None:
         self.rules, self.keepers, self.place = rules, keepers, Place(model)
@@ -211,7 +211,7 @@ def _base(tensor: Tensor) -> Tensor:
 
 
 class Place(TorchFunctionMode):
-    """Which operation of which module is running, and which tensors somebody outside the pass holds."""
+    """Tracks the running operation and its module, and the tensors that are alive outside the pass anyway."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ def _number(tensor: Tensor) -> int:
 
 # -- rehearsals -------------------------------------------------------------------------------------------------
 def rehearse(task: Task) -> int:
-    """Runs the forward pass of one piece on fake tensors -> how many tensors its saved pass took."""
+    """Runs the forward pass of one microbatch on fake tensors -> how many saved tensors the rules matched."""
 
     def look(batch: Any) -> int:
         with _forward(task, batch) as savers:
@@ -276,7 +276,7 @@ def rehearse(task: Task) -> int:
 
 
 def saved_bytes(task: Task) -> int:
-    """The bytes of all storages that operations save in the forward pass of one piece."""
+    """The bytes of all storages that operations save in the forward pass of one microbatch."""
 
     def look(batch: Any) -> int:
         found: dict[int, Tensor] = {}
@@ -293,7 +293,7 @@ def saved_bytes(task: Task) -> int:
 
 @contextmanager
 def _forward(task: Task, batch: Any) -> Iterator[list[Saver]]:
-    """The forward pass of a piece -> the savers in force, with the pass still alive."""
+    """Runs the forward pass of a microbatch -> its savers, while what they saved is alive."""
     with ExitStack() as stack:
         entered = [stack.enter_context(context(task.model)) for context in task.contexts]
         loss = task.loss_of(task.model, batch)

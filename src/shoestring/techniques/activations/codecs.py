@@ -28,7 +28,7 @@ LARGEST_HALF = torch.finfo(torch.float16).max
 
 
 class View:
-    """A view of something kept flat: gives it back with the view's shape and strides."""
+    """A view of a tensor that is stored flat; `take` restores the view's shape and strides."""
 
     __slots__ = ("base", "geometry")
 
@@ -40,7 +40,7 @@ class View:
 
 
 class Half:
-    """A 16-bit copy: FP16, or BF16 where a value is beyond FP16's range."""
+    """A 16-bit copy: FP16, or BF16 if a value is beyond FP16's range."""
 
     __slots__ = ("__weakref__", "copy", "dtype", "origin")
 
@@ -75,7 +75,7 @@ class OnDisk:
 
 
 class Spill:
-    """A nameless file that tensors are added to and read from: nothing of it is left, whatever ends the process."""
+    """An unnamed file to which tensors are appended; it vanishes however the process ends."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.end = folder, 0
@@ -100,7 +100,7 @@ class Spill:
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor -> itself if it is in one piece, else rows of it that are quickly copied into one."""
+    """A contiguous tensor -> itself; any other -> slices of its rows, small enough to be copied one at a time."""
     if tensor.is_contiguous():
         yield tensor
     else:
@@ -126,13 +126,13 @@ def _read(file: int, data: memoryview, offset: int) -> None:
 
 
 def _telling(folder: str, act: Callable[[], Any]) -> Any:
-    """Does something with a file in a folder; the system's refusal becomes an error of ours."""
+    """Calls `act`, which writes or reads a file in the folder; an OSError becomes a ShoestringError with the cause."""
     try:
         return act()
     except OSError as error:
         free = format_bytes(_free_bytes(folder))
         raise ShoestringError(
-            f"cannot page activations out to {folder}, which has {free} free: {error.strerror}; "
+            f"cannot offload activations to {folder}, which has {free} free: {error.strerror}; "
             "free some space, or set TMPDIR to a folder on another disk"
         ) from error
 
@@ -165,7 +165,7 @@ def offload() -> Iterator[Store]:
 
 
 class Codec(NamedTuple):
-    """`opened()` gives the codec for a pass; `takes(tensor)` tells whether the tensor is one for it."""
+    """`opened()` gives the codec for a pass; `takes(tensor)` says whether it can store the tensor."""
 
     name: str
     opened: Callable[[], AbstractContextManager[Store]]

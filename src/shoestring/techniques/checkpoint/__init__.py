@@ -2,12 +2,12 @@
 
 The card is docs/techniques/checkpoint.md.
 
-| strategy | kept | done again |
+| strategy | saved | recomputed |
 |---|---|---|
 | `none` | everything | nothing |
 | `no-bn` | the inputs of batch norms | batch norm and ReLU, from saved statistics |
 | `every-m` | the input of every m-th operation | the operations between |
-| `residual-m` | the input of every m-th block | the m blocks, everything in them kept meanwhile |
+| `residual-m` | the input of every m-th block | the m blocks, everything in them saved meanwhile |
 | `residual-m*` | the input of every m-th block | the m blocks' inputs; then, block by block, what is inside |
 | `optimal` | what a dynamic programme chooses (segments.py) for least memory | as little as that allows |
 | `optimal-30MB` | the same, for a budget of 30 MB for what is saved | as little as that allows |
@@ -44,7 +44,7 @@ STRATEGIES = "none, no-bn, every-M, residual-M, residual-M*, optimal, optimal-SI
 
 @dataclass(frozen=True)
 class Settings:
-    """`strategy` as in the table above; `blocks` names the blocks by hand (with * and ?) where they are not found."""
+    """`strategy` as in the table above; `blocks` names the blocks (with * and ?) if they are not found."""
 
     strategy: str = "none"
     blocks: tuple[str, ...] = ()
@@ -93,13 +93,13 @@ def check(strategy: str) -> None:
 
 
 def apply(task: Task, settings: Settings) -> Task:
-    """A task -> the same task that keeps less of its activations; the numbers it computes are the same.
+    """A task -> the same task, which saves fewer activations and computes the same numbers.
 
-    A strategy takes the place of one that the task had.
+    The strategy replaces one that the task had.
     """
     check(settings.strategy)
     if settings.strategy == "none":
-        raise NoEffect("checkpoint none keeps everything: leave it out of the plan")
+        raise NoEffect("checkpoint none saves everything: leave it out of the plan")
     others = tuple(context for context in task.contexts if not isinstance(context, Regions))
     return _with_strategy(task.with_(contexts=others), settings)
 
@@ -146,13 +146,13 @@ def _runs(task: Task, settings: Settings) -> list[list[str]]:
 
 
 def equal_groups(runs: list[list[str]], size: int, star: bool) -> tuple[RegionPlan, ...]:
-    """Runs of blocks -> groups of `size`; the last of a run may be smaller."""
+    """Chains of blocks -> groups of `size`; the last of a chain may be smaller."""
     groups = (tuple(run[i : i + size]) for run in runs for i in range(0, len(run), size))
     return tuple(RegionPlan(names, star and len(names) > 1) for names in groups)
 
 
 def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) -> tuple[RegionPlan, ...]:
-    """Runs of blocks -> the groups that the dynamic programme chooses; the runs count as one chain."""
+    """Chains of blocks -> the groups that the dynamic programme chooses, as if they were one chain."""
     costs = block_costs(task, [name for run in runs for name in run])
     ends = {run[-1] for run in runs}
     budget = least_bytes(costs) * 1.01 if budget_bytes is None else budget_bytes
@@ -165,7 +165,7 @@ def optimal_groups(task: Task, runs: list[list[str]], budget_bytes: int | None) 
 
 
 def _cut(names: list[str], ends: set[str]) -> Iterator[tuple[str, ...]]:
-    """Cuts a segment where one run of blocks ends: the next is not called with what it returned."""
+    """Splits a segment where a chain of blocks ends: the next block does not consume its output."""
     part: list[str] = []
     for name in names:
         part.append(name)
@@ -178,7 +178,7 @@ def _cut(names: list[str], ends: set[str]) -> Iterator[tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Regions:
-    """The context of a pass: given the live model, it turns groups of blocks into regions that run again."""
+    """The context of a pass: given the live model, it turns groups of blocks into regions that are recomputed."""
 
     plans: tuple[RegionPlan, ...]
 
@@ -197,7 +197,7 @@ class Regions:
 
 
 class _Blocks:
-    """Blocks that follow each other, and the region that they share in this pass."""
+    """Consecutive blocks, and the region that they share in this pass."""
 
     def __init__(
         self, plan: RegionPlan, mode: LeanMode, devices: frozenset[torch.device], slots: list[list[Slot]]

@@ -2,11 +2,11 @@
 
 The card is docs/techniques/microbatch.md.
 
-Each piece weighs by its share of the items, so that a tail of another size counts rightly. A batch is cut (pieces.py)
-along its first dimension, by examples, or by tokens where the task says which id is padding. Whether pieces add up to
-the batch is asked of the loss (adding_up.py): where they do not, microbatches are not offered, and refused. With batch
-norm the statistics are those of a piece (neutral, not exact: the paper's section 3.3); `simulated` gives these in one
-pass over the batch.
+Each microbatch is weighted by its share of the items, so that a smaller last one counts rightly. A batch is split
+(pieces.py) along its first dimension, by examples, or by tokens if the task says which id is padding. Whether the
+microbatches add up to the batch is found out from the loss (adding_up.py): if they do not, microbatching is refused.
+Batch norm's statistics are those of a microbatch (neutral, not exact: the paper's section 3.3);
+`simulated` computes these in one pass over the batch.
 """
 
 import weakref
@@ -30,10 +30,10 @@ from .pieces import SPLITS, Split, check_names
 
 @dataclass(frozen=True)
 class Settings:
-    """`size`: examples in a piece, or tokens, padding counted; `by` says which ("" is what the task goes by).
+    """`size`: examples per microbatch, or tokens including padding; `by` says which ("": the task's usual unit).
 
-    `simulated` runs the whole batch at once and only takes batch norm's statistics by pieces: it saves nothing, and
-    is for studies of what microbatches do to accuracy.
+    `simulated` runs the whole batch at once and only takes batch norm's statistics per microbatch: it saves no memory,
+    and is for studies of how microbatches affect accuracy.
     """
 
     size: int
@@ -42,7 +42,7 @@ class Settings:
 
 
 def options(task: Task) -> list[int]:
-    """Sizes that the planner tries: the batch in 2, 4, 10, 25 and 100 pieces; refused where pieces do not add up."""
+    """Sizes that the planner tries: 2, 4, 10, 25 and 100 microbatches; refused if they do not add up to the batch."""
     _accept(verdict(task))
     whole = units(task)
     if whole == 1:
@@ -56,7 +56,7 @@ def units(task: Task) -> int:
 
 
 def risk(task: Task, size: int) -> Risk:
-    """Exact without batch norm, where the pieces were seen to add up; where that is not known, neutral at best.
+    """Exact without batch norm, if the microbatches are known to add up to the batch; else neutral at best.
 
     With batch norm neutral down to 10 examples (the paper's Figure 4), approximate below.
     """
@@ -70,7 +70,7 @@ _verdicts: dict[int, tuple[weakref.ref, Verdict]] = {}  # a task is frozen, but 
 
 
 def verdict(task: Task) -> Verdict:
-    """Whether the pieces of a task's batch add up; asked once for a task, for it takes a few forward passes."""
+    """Whether microbatches add up to a task's batch; cached per task, because it takes a few forward passes."""
     key = id(task)
     known, found = _verdicts.get(key, (None, None))
     if found is None or known is None or known() is not task:
@@ -80,7 +80,7 @@ def verdict(task: Task) -> Verdict:
 
 
 def split_of(task: Task, size: int, by: str = "") -> Split:
-    """How a task's batch is cut into pieces of `size`, by what the task goes by unless told."""
+    """How a task's batch is split into microbatches of `size`, by the task's usual unit if `by` is empty."""
     by = by or _usual(task)
     if by not in SPLITS:
         raise ShoestringError(f"microbatches go by {' or by '.join(SPLITS)}, not by {by!r}")
@@ -102,7 +102,7 @@ def _usual(task: Task) -> str:
 
 
 def apply(task: Task, settings: Settings) -> Task:
-    """A task -> the same task whose batch is run in pieces of `size`."""
+    """A task -> the same task, whose batch runs in microbatches of `size`."""
     by = settings.by or _usual(task)
     split = split_of(task, settings.size, by)
     whole = split.measure(task.batch)
@@ -122,7 +122,7 @@ TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect)
 
 
 def weighing(task: Task, split: Split) -> dict[str, Any]:
-    """A task and how it is to be cut -> the `items` by which its pieces add up; refused where they do not."""
+    """A task and a split -> the `items` that weight its microbatches; refused if they do not add up to the batch."""
     found = judge(task, split)
     _accept(found)
     return {"items": task.items if found.items is None else found.items}
@@ -148,10 +148,10 @@ def _simulated(task: Task, settings: Settings, by: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GroupedNorms:
-    """The context of a pass in which each batch norm treats groups of `size` examples one after the other.
+    """The context of a pass in which each batch norm processes groups of `size` examples one by one.
 
-    Running statistics and counters are updated group by group, as in true microbatches. What a norm sees must have the
-    batch as its first dimension.
+    Running statistics and counters are updated per group, as by true microbatches. The first dimension of a norm's
+    input must be the batch.
     """
 
     size: int

@@ -41,10 +41,10 @@ BUILDERS: dict[type, Callable[..., LeanOptimizer]] = {
 
 @dataclass(frozen=True)
 class LeanSettings:
-    """Settings of a lean optimizer: a rule, the form of its moments, and whether gradients are used up at once.
+    """Settings of a lean optimizer: an update rule, the dtype of its moments, and whether it runs in backward.
 
-    `seed` is that of the random bits by which BF16 weights and narrow second moments are rounded. Where there are
-    `groups`, each follows a rule of its own, of one kind.
+    `seed` is that of the stochastic rounding of BF16 weights and 16- or 8-bit second moments. If there are `groups`,
+    each has an update rule of its own, of one kind.
     """
 
     rule: Rule
@@ -54,7 +54,7 @@ class LeanSettings:
     groups: tuple[Group, ...] = field(default=(), repr=False)
 
     def __call__(self, named_parameters: Iterable[Any]) -> LeanOptimizer:
-        """Pairs of name and parameter, or parameters alone where there are no groups -> the optimizer."""
+        """Pairs of name and parameter, or parameters alone if there are no groups -> the optimizer."""
         given = list(named_parameters)
         parameters = [one[1] if isinstance(one, tuple) else one for one in given]
         if self.groups:
@@ -69,7 +69,7 @@ class LeanSettings:
 
     @property
     def folds_into_momentum(self) -> bool:
-        """Whether gradients of several microbatches could be used up as they are made."""
+        """Whether the gradients of several microbatches can be added to the momentum as they are made."""
         return all(is_heavy_ball(vars(rule)) for rule in self.rules)
 
     def with_rules(self, change: Callable[[Rule], Rule]) -> "LeanSettings":
@@ -85,7 +85,7 @@ class Settings:
     words: str
 
     def pick(self, known: Iterable[str]) -> str | None:
-        """The one of the known words that is there, if any."""
+        """The one of the known words that was given, if any."""
         found = [word for word in self.words.split("+") if word in known]
         if len(found) > 1:
             raise ShoestringError(f"{found[0]} and {found[1]} are two forms of one thing: choose one")
@@ -109,7 +109,7 @@ def runs_in_backward(task: Task) -> bool:
 
 
 def risk(task: Task, words: str) -> Risk:
-    """Exact where gradients alone go; narrow state was found neutral, factored second moments change the method."""
+    """Exact in backward alone; 16- and 8-bit state was found neutral; factored second moments change the method."""
     settings = Settings(words)
     if settings.pick(FACTORED):
         return Risk.APPROXIMATE
@@ -117,7 +117,7 @@ def risk(task: Task, words: str) -> Risk:
 
 
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
-    """Why gradients cannot be used up as they are made beside another setting."""
+    """Why the optimizer cannot run in backward beside another setting."""
     words = Settings(str(settings.get("optimizer", "")))
     if not words.pick([IN_BACKWARD]):
         return ""
@@ -129,7 +129,7 @@ def refuses(task: Task, settings: Mapping[str, Any]) -> str:
 
 
 def effect(task: Task, words: str) -> Effect:
-    """The state by its moments and the bytes of each; what PyTorch's optimizers make and drop is not made."""
+    """State scales with the number of moments and their bytes; PyTorch's temporaries of an update are not made."""
     settings, old = Settings(words), lean_update(task)
     new, before = changed(task, settings), moments(old.rule) * FORM_BYTES[old.state]
     state = moments(new.rule) * FORM_BYTES[new.state] / before if before else 1.0
@@ -140,12 +140,12 @@ FORM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "8bit": 1.02}  # of a value, scal
 
 
 def moments(rule: Any) -> int:
-    """How many numbers an optimizer keeps of each weight."""
+    """The numbers that an optimizer keeps per weight."""
     return 2 if isinstance(rule, Adam) else 0 if has_no_state(rule) else 1
 
 
 def changed(task: Task, settings: Settings) -> LeanSettings:
-    """The lean form of a task's optimizer that the words ask for."""
+    """The lean form of a task's optimizer, as the words say."""
     lean, kind = lean_update(task, settings.pick(FORMS)), settings.pick(FACTORED)
     return lean.with_rules(partial(factored_form, kind)) if kind else lean
 

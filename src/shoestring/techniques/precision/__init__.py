@@ -47,7 +47,7 @@ def options(task: Task) -> list[str]:
 
 def risk(task: Task, form: str) -> Risk:
     """Neutral: the paper's section 3.2 finds no loss of accuracy in FP16 on WRN-28-2 and 0.15 BLEU on the Transformer;
-    BF16 with stochastic rounding is within the spread of the seeds in docs/accuracy_precision.md."""
+    BF16 with stochastic rounding is within the spread over random seeds in docs/accuracy_precision.md."""
     return Risk.NEUTRAL
 
 
@@ -57,7 +57,7 @@ def bounds(task: Task, form: str) -> Bounds:
 
 
 def apply(task: Task, settings: Settings) -> Task:
-    """A task -> the same task with every tensor but normalisation's in 16 bits."""
+    """A task -> the same task with all tensors in 16 bits, except normalisation's."""
     if settings.form not in DTYPES:
         raise ShoestringError(f"there is no precision {settings.form!r}: use fp32, {' or '.join(DTYPES)}")
     dtype = DTYPES[settings.form]
@@ -90,7 +90,7 @@ def check_convertible(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def check_range(what: str, values: Tensor, dtype: torch.dtype) -> None:
-    """Refuses values beyond those of a dtype."""
+    """Refuses values out of a dtype's range."""
     if values.is_meta or not values.numel():
         return
     limit = torch.finfo(dtype).max

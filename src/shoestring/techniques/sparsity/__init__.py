@@ -3,7 +3,7 @@
 The card is docs/techniques/sparsity.md.
 
 Risk: quality is traded for memory, always. The paper's Table 3 has 93.95 ± 0.18% of WRN-28-2 with 30% nonzeros beside
-94.28 ± 0.17% without, twice the spread of the seeds; a small network in a short run lost 2.6 points at 30%
+94.28 ± 0.17% without, twice the spread over random seeds; a small network in a short run lost 2.6 points at 30%
 (docs/accuracy_sparsity.md).
 """
 
@@ -108,7 +108,7 @@ def _check_rewiring(settings: Settings) -> None:
 
 
 def rewiring(model: nn.Module, settings: Settings) -> Rewiring:
-    """The hook that rewires a sparse model as the settings say."""
+    """The hook that rewires a sparse model by the settings."""
     fraction, frequency = multipliers(model, settings.nonzero)
     if settings.fraction_multiplier is not None:
         fraction = settings.fraction_multiplier
@@ -121,7 +121,7 @@ def rewiring(model: nn.Module, settings: Settings) -> Rewiring:
 
 
 def _check_share(fraction: float, density: float) -> None:
-    """Refuses to rewire so much of what is there that training cannot go on."""
+    """Refuses to rewire so many of the nonzeros at a time that training would not survive it."""
     if fraction > MOST * density:
         raise ShoestringError(
             f"a fraction of {fraction:.3g} of all positions is {fraction / density:.0%} of the nonzeros, which are "

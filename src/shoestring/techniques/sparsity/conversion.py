@@ -107,7 +107,7 @@ def convert_to_dense(model: nn.Module) -> nn.Module:
 
 
 def check_nonzero(nonzero: float) -> None:
-    """Refuses a percentage of nonzeros that is none."""
+    """Refuses a percentage that is out of range, or leaves all weights nonzero."""
     if not 0 < nonzero <= 100:
         raise ShoestringError(f"{nonzero:g}% of nonzeros cannot be trained: use more than 0 and less than 100")
     if nonzero == 100:
