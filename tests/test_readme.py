@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import shoestring
 from shoestring.cli.main import main
 from shoestring.units import parse_bytes
 
@@ -34,6 +35,17 @@ def test_the_python_example_prints_what_is_shown(tmp_path, capsys):
     assert capsys.readouterr().out == shown
 
 
+def test_the_plan_that_is_shown_needs_the_memory_that_is_shown():
+    """But for the scratch of operators, which depends on the machine."""
+    ((_, shown),) = [c for c in commands() if c[0].startswith("shoestring")]
+    flags = re.findall(r"--(\w+) (\S+)", shown.splitlines()[0])
+    plan = shoestring.Plan(**{name: int(value) if value.isdigit() else value for name, value in flags})
+    task = shoestring.builtin("wrn-28-2", batch=100, device="meta")
+    predicted = shoestring.profile(shoestring.apply(task, plan).task, calibrate=False, brief=True).peak_bytes
+    assert predicted == pytest.approx(parse_bytes(re.search(r"predicted peak (\S+ MB)", shown)[1]), rel=0.05)
+
+
+@pytest.mark.slow
 def test_the_plan_that_is_shown_is_found_again(capsys):
     """Its times are those of a machine, and another may choose another plan: not one over the budget."""
     ((command, shown),) = [c for c in commands() if c[0].startswith("shoestring")]
