@@ -166,7 +166,7 @@ def test_heavy_ball_groups_gather_microbatches_and_mixed_ones_are_refused():
     lean, plain = (apply(task(by_dimensions).with_(**split), Plan(optimizer=o)) for o in ("no-gradient", None))
     for _ in range(3):
         torch.testing.assert_close(lean.step(BATCH), plain.step(BATCH))
-    with pytest.raises(ShoestringError, match="4 microbatches cannot be used up"):
+    with pytest.raises(ShoestringError, match="no-gradient cannot be used with 4 microbatches"):
         apply(task(mixed).with_(**split), Plan(optimizer="no-gradient")).step(BATCH)
 
 

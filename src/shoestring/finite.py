@@ -1,8 +1,8 @@
-"""A step that meets a number that is not finite changes nothing: how it is found, and how buffers are put back.
+"""A step whose loss or gradients are not finite changes nothing: how that is found, and how buffers are restored.
 
-Weights and optimizer state wait until all gradients were looked at. Buffers do not wait: the forward pass itself moves
-the running statistics of batch norm. So a step begins with a copy of those that may change, `Buffers`: statistics,
-small ones, and any that an earlier step was seen to change in place. Random numbers that were drawn stay drawn.
+Weights and optimizer state are updated only after all gradients were checked. Buffers are not: the forward pass itself
+changes the running statistics of batch norm. So a step begins with a copy of those that may change, `Buffers`:
+statistics, small ones, and any that an earlier step was seen to change in place. Generators are not rewound.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from .errors import Diverged
 from .kernels.gradients import all_finite
 
-SMALL = 4096  # values: buffers up to this are copied without asking whether a step changes them
-MOST_SKIPPED = 30  # steps in a row after which a run that skips stops: about what takes a loss scale to its floor
+SMALL = 4096  # elements: buffers up to this size are copied whether or not steps change them
+MOST_SKIPPED = 30  # consecutive steps after which a skipping run stops: about as many as take a loss scale to its floor
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 # -- what is not finite -----------------------------------------------------------------------------------------
 def check_finite(loss: Tensor, updates: int, narrow: bool) -> None:
-    """Refuses a loss that is not finite after so many updates; `narrow` where FP16 may be the cause."""
+    """Refuses a loss that is not finite after so many updates; `narrow` if FP16 may be the cause."""
     if all_finite(loss.detach()):
         return
     value = float(loss.detach())
@@ -37,7 +37,7 @@ def check_finite(loss: Tensor, updates: int, narrow: bool) -> None:
 
 
 def first_not_finite(model: nn.Module) -> str | None:
-    """What a step must not leave behind, in words, by the order of the backward pass; None if all is well."""
+    """Names the first gradient, in the order of the backward pass, or statistic that is not finite; None if all are."""
     for name, parameter in reversed(list(model.named_parameters())):
         if parameter.grad is not None and not all_finite(_values(parameter.grad)):
             return f"the gradient of {name}"
@@ -54,12 +54,12 @@ def statistics_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The numbers of a gradient; an embedding's may be a sparse one."""
+    """The values of a gradient; an embedding's may be sparse."""
     return gradient._values() if gradient.is_sparse else gradient
 
 
 def _statistics(module: nn.Module) -> list[str]:
-    """The names of a norm's running statistics, if it is one that has some."""
+    """The names of a norm's running statistics, if it has any."""
     found = [name for name in STATISTICS if module._buffers.get(name) is not None]
     return found if "running_mean" in found else []
 
@@ -90,14 +90,14 @@ class Buffers:
         return tensor.numel() <= SMALL or name in _statistics(module) or (module, name) in self.changing
 
     def learn(self) -> None:
-        """After a step: notes what it changed in place, which the next ones will copy."""
+        """After a step: notes the buffers that it changed in place, so that the next ones copy them."""
         for buffer in self.all:
             if buffer.tensor._version != buffer.version:
                 self.changing.add(buffer[:2])
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Each buffer is the tensor that it was, with the values that it had."""
+        """Each buffer is the same tensor as before, with its old values."""
         self.learn()
         for module, name, tensor, _ in self.all:
             module._buffers[name] = tensor
@@ -114,7 +114,7 @@ def _buffers(model: nn.Module) -> Iterator[Buffer]:
 
 
 class Skipping:
-    """How many steps in a row were skipped, of a task that skips those that are not finite."""
+    """Counts the consecutive steps that were skipped because something was not finite."""
 
     def __init__(self) -> None:
         self.in_a_row = 0

@@ -1,4 +1,4 @@
-"""One training step: microbatches forward and backward, then the update. The profiler traces the same."""
+"""One training step: gradient accumulation over microbatches, then the update. The profiler traces this very code."""
 
 import math
 from collections.abc import Sequence
@@ -63,9 +63,9 @@ class _TorchOptimizer:
 class Stepper:
     """Runs a task's step; owns the optimizer. `step(batch)` does one update and returns the mean loss.
 
-    `length` is the number of updates of the whole run, where somebody knows it, and `updates` those that are done. A
-    step that breaks off, or meets what is not finite, leaves weights, optimizer state and buffers as they were;
-    `skipped` says why the last step was skipped, if it was.
+    `length` is the number of updates of the whole run, if known, and `updates` counts those done. A step that raises,
+    or whose loss or gradients are not finite, leaves weights, optimizer state and buffers as they were; `skipped` says
+    why the last step was skipped, if it was.
     """
 
     def __init__(self, task: Task, length: int | None = None) -> None:
@@ -86,7 +86,7 @@ class Stepper:
         return self.run(pieces, self.task.weights(pieces))
 
     def run(self, pieces: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """One update from microbatches and what the loss of each counts for; one without items is not run."""
+        """One update from microbatches and the weight of each one's loss; those of weight 0 are skipped."""
         with turn(self.task.model, "trained"):
             return self._run([(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight])
 
@@ -109,20 +109,20 @@ class Stepper:
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def begin(self, pieces: int) -> None:
-        """Tells the optimizer how many microbatches will come: lean ones refuse what they could not do exactly.
-        Buffers are copied, for the case that the step is not done."""
+        """Tells the optimizer how many microbatches there will be: a lean one refuses a step that would not be exact.
+        Copies the buffers, in case the step is not completed."""
         self._driven.begin(self.task, pieces)
         self._before = Buffers(self.task.model, self._changing)
 
     def _end(self) -> None:
-        """What is left of a step that broke off must not join the next: gradients go, buffers are as before."""
+        """Clears the gradients; restores the buffers if the step was not completed: nothing leaks into the next."""
         self.task.model.zero_grad(set_to_none=True)
         before, self._before = self._before, None
         assert before is not None, "a step that ends has begun"
         before.restore() if self.skipped else before.learn()
 
     def _skip(self, error: Diverged) -> Tensor:
-        """The loss of a step that is skipped, for what is not finite; raises where the task does not skip."""
+        """The loss (NaN) of a step that is skipped for what is not finite; raises if the task does not skip."""
         if self._skipping is None:
             raise error
         self._skipping.skip(error)
@@ -130,12 +130,12 @@ class Stepper:
         return torch.full((), torch.nan)
 
     def stateful(self) -> dict[str, Any]:
-        """What the step itself remembers from one update to the next, besides the optimizer."""
+        """The state that the step itself carries from one update to the next, besides the optimizer's."""
         parts = {"scale": self.scale, "skipping": self._skipping}
         return {name: part for name, part in parts.items() if part is not None}
 
     def one_pass(self, piece: Any, weight: float) -> Tensor:
-        """A microbatch and its weight -> its part of the loss; gradients are added to those there."""
+        """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss."""
         with ExitStack() as stack:
             for context in (*self.task.contexts, *self._driven.contexts):
                 stack.enter_context(context(self.task.model))
@@ -151,7 +151,7 @@ class Stepper:
             return loss.detach()
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        """The loss as the backward pass starts from it; in FP32, for the scale alone may be beyond FP16."""
+        """The loss times the loss scale; in FP32, because the scale alone may exceed FP16."""
         if self.scale is None:
             return loss
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.scale.value

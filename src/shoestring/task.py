@@ -53,8 +53,8 @@ REDUCTIONS = ("mean", "sum")
 
 
 class Context(Protocol):
-    """How a technique acts inside a step: called with the live model, it gives a context manager, which the step enters
-    around the forward and backward pass of each microbatch, and which undoes what it did when it ends."""
+    """How a technique acts inside a step: called with the live model, it returns a context manager, which the step
+    enters around the forward and backward pass of each microbatch, and which undoes its changes when it exits."""
 
     def __call__(self, model: nn.Module, /) -> AbstractContextManager: ...
 
@@ -65,7 +65,7 @@ class LossScale(Protocol):
     value: float
 
     def accepts(self, overflow: str | None) -> bool:
-        """What the step found not to be finite, in words, if anything -> whether the update may be done."""
+        """What the step found not to be finite, in words, or None -> whether the update may be done."""
         ...
 
     def state(self) -> dict[str, Any]: ...
@@ -73,20 +73,20 @@ class LossScale(Protocol):
     def restore(self, state: dict[str, Any]) -> None: ...
 
 
-# Called with the stepper (step.py) after each update of a run, never in a trace; may return what is to be
-# written into the update's line of the run's log.
+# Called with the stepper (step.py) after each update of a run, never in a trace; may return entries for the update's
+# line of the run's log.
 Hook = Callable[[Any], dict[str, Any] | None]
 
 
 def whole(batch: Any) -> Iterator[Any]:
-    """The batch in one piece: how a step splits it when no technique says otherwise."""
+    """The whole batch as one microbatch: the default split."""
     yield batch
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
-    `padding` is the id that fills up sentences, where the batch holds some: its microbatches go by tokens then.
+    """A training problem. `loss(model, batch)` is the mean over the batch's items; `items(batch)` counts them.
+    `padding` is the id that pads sentences, if the batch holds some: its microbatches are then measured in tokens.
     `optimizer` is settings such as SGD(lr=0.1); a class or function that makes a torch.optim optimizer of the trainable
     parameters (of pairs of name and parameter, if its argument is called `named_parameters`); or an optimizer of the
     model's, whose groups and settings are taken.
@@ -157,7 +157,7 @@ class Task:
             object.__setattr__(self, "shared", tuple(self.shared))
 
     def with_(self, **changes: Any) -> "Task":
-        """The same task with some fields changed; what was said of a loss's microbatches does not hold for another."""
+        """The same task with some fields changed; `microbatches`, a statement about the loss, is reset with it."""
         if "loss" in changes:
             changes = {"microbatches": None} | changes
         return replace(self, **changes)
@@ -168,14 +168,14 @@ class Task:
         return int(count(batch))
 
     def weights(self, pieces: Sequence[Any]) -> list[float]:
-        """What the loss of each piece of a batch counts for: its share of the items, or 1 where losses are sums."""
+        """The weight of each microbatch's loss: its share of the items, or 1 if losses are sums."""
         counts = [self.count(piece) for piece in pieces]
         if not sum(counts):
             raise ShoestringError("the batch holds no items: pass at least one")
         return [1.0 if self.reduction == "sum" else count / sum(counts) for count in counts]
 
     def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
-        """The loss as a tensor, also where `loss` returns an output object that has it as `loss`."""
+        """The loss as a tensor, also if `loss` returns an output object that has it as its `loss`."""
         returned = self.loss(model, batch)
         if isinstance(returned, Tensor):
             return returned

@@ -151,7 +151,7 @@ def test_the_copy_of_the_statistics_is_in_the_prediction():
         assert profile(made, brief=brief).peak_bytes - without.peak_bytes == pytest.approx(2 * statistics, rel=1e-3)
 
 
-# -- gradients that are used up as they are made ------------------------------------------------------------------
+# -- optimizers in backward ------------------------------------------------------------------------------------
 def chain(optimizer) -> Task:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
@@ -164,7 +164,7 @@ def test_where_gradients_are_used_up_the_last_of_them_is_found_before_it_is_used
     lean = apply(chain(optimizer), Plan(optimizer="no-gradient"))
     first = lean.model[0].weight.detach().clone()
     lean.model[0].weight.register_hook(lambda gradient: gradient * math.nan)
-    with pytest.raises(Diverged, match=r"gradient of 0.weight is not finite; [45] others had been used up"):
+    with pytest.raises(Diverged, match=r"gradient of 0.weight is not finite; [45] others had been applied"):
         lean.step(lean.task.batch)
     assert torch.equal(first, lean.model[0].weight)
     assert all(p.isfinite().all() for p in lean.model.parameters())

@@ -27,12 +27,12 @@ class Faker:
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode = mode
         self.device = device
-        # What was faked is kept beside its fake: an `id` or an address is reused once its owner is gone.
+        # The real tensor is held beside its fake: an `id` or an address is reused once its owner is gone.
         self._bases: dict[int, tuple[Any, Tensor]] = {}
         self._fakes: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, real: Any) -> Any:
-        """A tensor, or a structure that holds some, such as a batch -> its fake; the same for the same."""
+        """A tensor, or a structure that holds some, such as a batch -> its fake; the same object gets the same fake."""
         if id(real) not in self._fakes:
             fake = self._tensor(real) if isinstance(real, Tensor) else mapped(self._leaf, real)
             self._fakes[id(real)] = real, fake
@@ -46,7 +46,7 @@ class Faker:
         yield from self._bases.values()
 
     def forget(self) -> None:
-        """Lets go of all fakes, so that they live as long as their users want them."""
+        """Drops all fakes, so that they live only as long as their users hold them."""
         self._bases.clear()
         self._fakes.clear()
 
@@ -79,7 +79,7 @@ class Faker:
 
 @contextmanager
 def faked(model: nn.Module, faker: Faker) -> Iterator[None]:
-    """The model's tensors are fakes inside the context; after it, each module is as it was, to the attribute.
+    """Inside the context, the model's tensors are fakes; afterwards each module is as it was, to the attribute.
 
     They are swapped and not copied, so that closures over the model and its layers see them too.
     """

@@ -47,7 +47,7 @@ def _grouped_product(
     return a.new_empty((*groups, rows, columns), dtype=out_dtype)
 
 
-# How many indices coincide is a matter of the data: `_coalesce` is taken to find none, which needs most.
+# How many indices coincide depends on the data: `_coalesce` is assumed to find none, which needs most.
 _FAKES: dict[Any, Callable[..., Tensor]] = {
     aten.clone.default: _copy,
     aten._coalesce.default: _copy,

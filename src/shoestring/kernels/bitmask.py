@@ -1,4 +1,4 @@
-"""1-bit masks: `pack_bits(mask)` and `unpack_bits(bits, numel)`, 8 elements a byte."""
+"""1-bit masks: `pack_bits(mask)` and `unpack_bits(bits, numel)`, 8 elements per byte."""
 
 import torch
 from torch import Tensor

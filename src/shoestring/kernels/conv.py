@@ -157,7 +157,7 @@ def conv_forward(
     out: Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor:
-    """A map and a weight -> conv(r) + bias, stored like x; r = x scale + shift, rectified if asked.
+    """A map and a weight -> conv(r) + bias, stored like x; r = x scale + shift, with ReLU if `relu`.
 
     Zeros of the padding surround r, not x. Results do not depend on threads or scratch_bytes.
     """

@@ -104,5 +104,5 @@ class _Windowed(torch.autograd.Function):
 
 
 def windowed(x: Tensor, kernels: Tensor, left: int) -> Tensor:
-    """Dynamic convolution that autograd goes through: keeps x and the kernels, and makes no band matrix."""
+    """Dynamic convolution with gradients: saves x and the kernels, and makes no band matrix."""
     return _Windowed.apply(x, kernels, left)

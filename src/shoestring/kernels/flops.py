@@ -11,7 +11,7 @@ from . import conv, linear, sparse_conv, sparse_linear  # noqa: F401 - their ope
 
 
 def flops_of(func: Any, args: tuple, kwargs: dict, out: Any) -> int:
-    """An operator call -> its floating-point operations (a multiply-add counts 2); 0 where it is not counted.
+    """An operator call -> its floating-point operations (a multiply-add counts 2); 0 if it is not counted.
 
     Counted are matrix products, convolutions, attention and our own kernels: the rest is linear in the data.
     """
@@ -38,7 +38,7 @@ def _(query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None,
 
 @_formula(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward)
 def _(grad: tuple, query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    # The scores are made again, then one product for each of four gradients: 5 products to the forward's 2.
+    # The scores are recomputed, then one product for each of four gradients: 5 products to the forward's 2.
     return _attention(query, key, value) * 5 // 2
 
 

@@ -1,4 +1,4 @@
-"""What a step asks of its gradients: `all_finite(x)` and `squared_norm(x)`, in one pass and without temporaries.
+"""Checks of a step's gradients: `all_finite(x)` and `squared_norm(x)`, in one pass and without temporaries.
 
 On fake tensors the answers are those of a step that goes well: True, and 1.
 """

@@ -42,7 +42,7 @@ def new_moment(weight: Tensor, form: str, positive: bool = False) -> Moment:
 
 
 def read_moment(moment: Moment) -> Tensor:
-    """A moment -> its values in FP32 (the root of a second moment where that is what is kept)."""
+    """A moment -> its values in FP32 (the root of a second moment if that is stored)."""
     values = moment.values
     wide = torch.promote_types(values.dtype, torch.float32)
     out = torch.empty_like(values, dtype=wide)

@@ -1,4 +1,4 @@
-"""Batch norm in training, fused with ReLU: statistics, the map made (again) from them, and the gradients.
+"""Batch norm in training, fused with ReLU: statistics, the output (re)computed from them, and the gradients.
 
 A map is [N, C, ...], contiguous or channels_last, in FP32, FP16 or BF16; arithmetic and coefficients are
 FP32, sums over the map FP64. FP64 maps run the reference. Of the maps, the backward pass needs the input alone:
@@ -130,7 +130,7 @@ def batch_norm_fold(
 
 
 def batch_norm_apply(x: Tensor, scale: Tensor, shift: Tensor, relu: bool = False, out: Tensor | None = None) -> Tensor:
-    """A map, a scale and a shift for each channel -> x scale + shift, rectified if asked; `out` may be x."""
+    """A map, a scale and a shift for each channel -> x scale + shift, with ReLU if `relu`; `out` may be x."""
     _check(x, scale, shift)
     require_same("batch_norm_apply", x, out=out)
     out = torch.empty_like(x, memory_format=layout(x)) if out is None else out

@@ -23,7 +23,7 @@ Geometry = tuple[Sizes, Sizes, Sizes, Sizes]  # kernel, stride, padding, dilatio
 
 
 class _Call(NamedTuple):
-    """What follows from the sizes of a call alone: the output's size, the sizes in the order of csrc/sparse_geometry.h,
+    """All that follows from the sizes of a call: the output's size, the sizes in the order of csrc/sparse_geometry.h,
     and the bytes of scratch of the convolution, of its input gradient and of its weight gradient."""
 
     output_size: Sizes

@@ -124,7 +124,7 @@ def adam_update(
 
 
 def laid_out(weight: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the weight's layout: itself, but for the rare one that is laid out otherwise."""
+    """The gradient in the weight's layout: itself, or a copy in the rare case that its layout differs."""
     if gradient.layout != torch.strided or gradient.shape != weight.shape:
         raise ShoestringError(
             f"the gradient of a weight {tuple(weight.shape)} is {gradient.layout} {tuple(gradient.shape)}: "

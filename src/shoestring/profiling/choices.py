@@ -1,6 +1,6 @@
-"""Choices: where a step goes one way or another by a number that the trace cannot know, and which way was taken.
+"""Choices: branches of a step on a number that a trace cannot know, and which way each was taken.
 
-A place in the code that reads such a number is asked once for a trace: all layers of a LayerDrop fall the same way.
+A place in the code that reads such a number gets one answer per trace: all layers of a LayerDrop go the same way.
 `profile` traces both ways and keeps the one that needs more memory.
 """
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 _LIBRARIES = ("torch.", "shoestring.", "numpy.", "random")
-_PATIENCE = 1000  # askings of one place, after which a loop may be waiting for the other answer
+_PATIENCE = 1000  # times that one place may ask, after which a loop may be waiting for the other answer
 _BELOW_ONE = 1 - 2.0**-24
 
 
 class Choices:
-    """What each place is answered: `answers` where given, else True. `asked` has the places met, and why."""
+    """The answer for each place: that of `answers` if given, else True. `asked` has the places met, and why."""
 
     def __init__(self, answers: Mapping[str, bool] | None = None) -> None:
         self.answers = dict(answers or {})
@@ -37,7 +37,7 @@ class Choices:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Single numbers that Python or NumPy draws are chosen inside the context; both draw on as before after it."""
+        """Inside, single random numbers of Python and NumPy are choices; afterwards both generators are as before."""
         numpy: Any = sys.modules.get("numpy")
         with ExitStack() as stack:
             stack.callback(random.setstate, random.getstate())
@@ -71,5 +71,5 @@ def here() -> str:
 
 
 def short(place: str) -> str:
-    """A place as it is told: the file's name without its folders."""
+    """A place for messages: the file's name without its folders."""
     return Path(place).name

@@ -26,13 +26,13 @@ from .choices import Choices, short
 from .trace import Tracer
 
 T = TypeVar("T")
-WAYS = 8  # that are tried, at most, where a step goes by what nobody can know
+WAYS = 8  # tried at most, if a step branches on numbers that a trace cannot know
 
 
 def dry_run(task: Task, piece: Any, act: Callable[[Any], T]) -> T:
-    """A task, a piece of its batch and what to do with it on fake tensors, such as calling the model -> what it gives.
+    """A task, a piece of its batch and a function of that piece on fake tensors (calling the model, say) -> its result.
 
-    Where the code goes by what nobody can know, it is done both ways, and what counts is the one that makes more.
+    If the code branches on a number that a trace cannot know, both ways are run, and the one that needs more counts.
     """
     found: dict[Tracer, T] = {}
 
@@ -47,8 +47,8 @@ def dry_run(task: Task, piece: Any, act: Callable[[Any], T]) -> T:
 
 @contextmanager
 def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]]:
-    """The model on fake tensors -> fakes of these structures. What the model or the batch holds, and is not learned,
-    has its values beside it in the tracer."""
+    """The model on fake tensors -> fakes of these structures. Tensors of the model or the batch that are not learned
+    have their values beside them in the tracer."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, _device(task))
     fakes = [faker.tree(tree) for tree in trees]
@@ -63,7 +63,7 @@ def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]
 
 
 def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
-    """Traces a task both ways at each place that goes by what nobody can know -> the trace that needs more memory."""
+    """Traces a task both ways at each branch on a number that no trace can know -> the trace that needs more memory."""
     tracer, tried = _first_way(trace), 0
     told: dict[str, None] = {}
     todo = list(tracer.choices.asked)
@@ -71,7 +71,7 @@ def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
         place, tried = todo.pop(0), tried + 1
         try:
             other = trace(tracer.choices.flipped(place))
-        except Exception:  # a way that cannot be gone
+        except Exception:  # this way cannot be taken
             continue
         peaks = tracer.ledger.peak().bytes, other.ledger.peak().bytes
         todo += [new for new in other.choices.asked if new not in tracer.choices.asked and new not in todo]
@@ -84,7 +84,7 @@ def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
 
 
 def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
-    """A way that can be gone: where one ends in an error, the last place before it may go the other way."""
+    """A way without an error: if one raises, the last branch before that may go the other way."""
     choices = Choices()
     for _ in range(WAYS):
         try:
@@ -99,7 +99,7 @@ def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
 
 @contextmanager
 def _as_in_a_run() -> Iterator[None]:
-    """Transformers asks whether a tensor is fake, and goes another way for an export's sake: it is told no."""
+    """Transformers asks whether a tensor is fake, and then takes a path meant for export: it is told no."""
     library: Any = sys.modules.get("transformers.utils.import_utils")
     asks = getattr(library, "is_fake_tensor", None)
     if asks is not None:
@@ -113,7 +113,7 @@ def _as_in_a_run() -> Iterator[None]:
 
 @contextmanager
 def _told_clearly(task: Task) -> Iterator[None]:
-    """What cannot be traced is refused with the reason and a way out; other errors are the user's own."""
+    """Refuses what cannot be traced, with the reason and a way out; other errors are the user's own."""
     name = task.name or type(task.model).__name__
     log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
     was_disabled, log.disabled = log.disabled, True

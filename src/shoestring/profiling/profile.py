@@ -22,7 +22,7 @@ from .trace import Tracer, home
 
 @dataclass(frozen=True)
 class Profile:
-    """What a task's training step would need; `ledger` holds every storage behind the figures."""
+    """The predicted memory of a task's training step; `ledger` holds every storage behind the figures."""
 
     task: str
     settings: dict[str, Any]
@@ -41,17 +41,17 @@ class Profile:
 
     @property
     def tensor_peak_bytes(self) -> int:
-        """The peak of what operators return, without what they need inside themselves."""
+        """The peak of the tensors that operators return, without their scratch."""
         return self.ledger.only(*(set(Category) - {Category.WORKSPACE})).peak().bytes
 
     @property
     def workspace_peak_bytes(self) -> int:
-        """The most that any one operator needs inside itself."""
+        """The largest scratch of any one operator."""
         return self.ledger.only(Category.WORKSPACE).peak().bytes
 
     @property
     def bytes_by_category(self) -> dict[str, int]:
-        """Bytes alive at the peak, for every category (0 where there are none)."""
+        """Bytes alive at the peak, for every category (0 if there are none)."""
         found = self.ledger.bytes_by(lambda e: str(e.category), self.peak.time)
         return dict.fromkeys(map(str, Category), 0) | found
 
@@ -76,7 +76,7 @@ class Profile:
                 "model": parts["model"],
                 "optimizer": parts["gradient"] + parts["optimizer_state"],
                 "activations": parts["input"] + parts["activation"] + parts["activation_gradient"],
-                "workspace": None if self.uncalibrated else parts["workspace"],  # unknown is not nothing
+                "workspace": None if self.uncalibrated else parts["workspace"],  # unknown is not zero
                 "total": self.peak_bytes,
             },
             "by_category": parts,
@@ -167,7 +167,7 @@ def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], 
 
 
 def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
-    """Runs the largest microbatches of a step under the tracer, as if others had been before."""
+    """Runs the largest microbatches of a step under the tracer, as if others had run before."""
     stepper = Stepper(_as_traced(task, tracer))
     chosen = _largest(pieces)
     stepper.begin(len(pieces))
@@ -190,7 +190,7 @@ def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[flo
 def _largest(pieces: list[Any]) -> list[int]:
     """Microbatches -> the numbers of the last with most elements and of the one with the longest rows, in order.
 
-    Where the largest is the first, which finds no gradients yet, the largest of the others is there as well.
+    If the largest is the first, which finds no gradients yet, the largest of the others is included as well.
     """
     shapes = [[t.shape for t in tensors(piece)] for piece in pieces]
     elements = [sum(map(torch.Size.numel, piece)) for piece in shapes]
@@ -213,7 +213,7 @@ def _note_losses(tracer: Tracer, count: int) -> None:
 
 
 def _give_gradients(task: Task, tracer: Tracer) -> None:
-    """Each trainable parameter has a gradient, as microbatches before would have left it."""
+    """Gives each trainable parameter a gradient, as earlier microbatches would have left it."""
     for path, parameter in task.model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)

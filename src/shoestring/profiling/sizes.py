@@ -1,6 +1,6 @@
-"""Sizes that depend on values: known from the values beside the fakes, or bounded by the most that there can be.
+"""Sizes that depend on values: known from the values beside the fakes, or bounded from above.
 
-Where a mixture of experts sends its tokens is learned, so that no trace knows it: each expert is taken to get them all.
+The routing of a mixture of experts is learned, so that no trace knows it: each expert is assumed to get all tokens.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def made_by(func: Any, args: tuple, kwargs: dict, values: Values, call: Callable) -> tuple[Any, bool] | None:
-    """A call whose result's size depends on values -> the result, and whether it is exact; None where nobody knows.
+    """A call whose result's size depends on values -> the result, and whether it is exact; None if it is not known.
 
     `call` makes another call on fakes in its place.
     """
@@ -31,7 +31,7 @@ def made_by(func: Any, args: tuple, kwargs: dict, values: Values, call: Callable
 
 
 def _by_number(indices: list[Tensor | None], call: Callable) -> list[Tensor | None]:
-    """Masks among indices -> the numbers of what they pick."""
+    """Masks among indices -> the positions that they select."""
     numbers: list[Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -42,7 +42,7 @@ def _by_number(indices: list[Tensor | None], call: Callable) -> list[Tensor | No
 
 
 def _fakes(real: Any, values: Values) -> Any:
-    """What an operator returned for real -> fakes of the same sizes, with the values."""
+    """The real results of an operator -> fakes of the same sizes, with the values."""
     if isinstance(real, Tensor):
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype)
         values.keep(fake, [real])
@@ -54,9 +54,9 @@ def _flat(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [part for part in result if isinstance(part, Tensor)]
 
 
-# Each gives the result, and whether it is exact: what a size depends on may be known where the rest is not.
+# Each returns the result, and whether it is exact: a size may be known even if the rest is not.
 def _nonzero(values: Values, x: Tensor) -> tuple[Tensor, bool]:
-    """As if no element were zero, which is the most that can be found, and what is found then."""
+    """As if no element were zero: the most that can be found."""
     if x.numel() > LIMIT or not x.dim():
         return x.new_empty((x.numel(), x.dim()), dtype=torch.int64), False
     with no_dispatch():
@@ -81,7 +81,7 @@ def _unique(values: Values, x: Tensor, *how: Any, **more: Any) -> tuple[Any, boo
 def _bincount(
     values: Values, x: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> tuple[Tensor, bool] | None:
-    """Where the caller says how many there are; else there is no bound."""
+    """If the caller says how many there are; else there is no bound."""
     kind = torch.int64 if weights is None else torch.float64
     return (x.new_empty(minlength, dtype=kind), False) if minlength else None
 

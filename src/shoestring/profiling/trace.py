@@ -1,4 +1,4 @@
-"""The tracer: follows every storage of a training step from its birth to its death and writes the ledger."""
+"""The tracer: follows every storage of a training step from allocation to release and writes the ledger."""
 
 import sys
 import weakref
@@ -33,7 +33,7 @@ _WRAPPERS = ("torch._compile", "torch._dynamo")  # in which torch wraps a dispat
 
 
 class Tracer(TorchDispatchMode):
-    """Sees each operator below autograd. `workspace` tells the bytes that an operator needs inside itself."""
+    """Sees each operator below autograd. `workspace` gives the scratch bytes of an operator call."""
 
     def __init__(self, workspace: Mapping[str, int | None] | None = None, choices: Choices | None = None) -> None:
         super().__init__()
@@ -62,13 +62,13 @@ class Tracer(TorchDispatchMode):
         """Whether PyTorch wraps the dispatch in two more calls, of use to its compiler only."""
         return False
 
-    # -- what the step tells --------------------------------------------------------------------------------
+    # -- what the step calls -------------------------------------------------------------------------------
     def enter_phase(self, phase: Phase) -> None:
         self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.prim.device.default:  # half of all calls: PyTorch asks a tensor where it is
+        if func is torch.ops.prim.device.default:  # half of all calls: PyTorch asks a tensor for its device
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         phase = self._current_phase()
         module = self._current_module(phase)
@@ -87,14 +87,14 @@ class Tracer(TorchDispatchMode):
         self.values.follow(func, args, kwargs, out)
         self.flops[phase] += flops_of(func, args, kwargs, out)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._draws += 1  # a fake draws nothing, but who keeps the generator's state must see that it went on
+            self._draws += 1  # a fake draws nothing, but whoever saves the generator's state must see that it advanced
             torch.default_generator.manual_seed(self._draws)
         if scratch:
             self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
         return out
 
     def _read(self, func: Any, args: tuple) -> Any:
-        """What a call that reads values gives: what it would in a run where they are known, else a choice."""
+        """The result of a call that reads values: that of a real run if they are known, else a choice."""
         results = self.values.run(func, args, {})
         if results is not None and all(result == results[0] for result in results):
             return results[0]
@@ -106,7 +106,7 @@ class Tracer(TorchDispatchMode):
         return float(answer) if args[0].is_floating_point() else int(answer)
 
     def _sized(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """What a call whose size depends on values makes, or a bound of it that is told."""
+        """The result of a call whose size depends on values, or an upper bound, which is reported."""
         found = sizes.made_by(func, args, kwargs, self.values, self.__torch_dispatch__)
         if found is None:
             raise DynamicOutputShapeException(func)
@@ -117,7 +117,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, int]:
-        """Runs the operator -> its result, and the bytes that it needs inside itself if they are known."""
+        """Runs the operator -> its result, and its scratch in bytes if that is known."""
         if func.namespace == "shoestring":
             return fake_call(func, args)
         if func.namespace == "profiler":
@@ -127,7 +127,7 @@ class Tracer(TorchDispatchMode):
         return out, self.workspace.get(str(signature)) or 0
 
     def _with_hidden_outputs(self, out: Any, signature: Signature) -> Any:
-        """What a fake returns -> the same, with sizes that it left open as the library was seen to choose."""
+        """Gives outputs whose size only the library knows (oneDNN's LSTM workspace) the calibrated size."""
         if not isinstance(out, tuple):
             return out
         empty = [n for n, part in enumerate(out) if isinstance(part, Tensor) and part.numel() == 0]
@@ -142,7 +142,7 @@ class Tracer(TorchDispatchMode):
 
     # -- storages -------------------------------------------------------------------------------------------
     def watch(self, tensor: Tensor, category: Category, module: str, operation: str, phase: Phase) -> None:
-        """Writes the tensor's storage down if it is new, or if it changed its size."""
+        """Records the tensor's storage if it is new, or if its size has changed."""
         for storage in _storages(tensor):
             key, size = storage._cdata, storage.nbytes()
             number = self._numbers.get(key)
@@ -161,7 +161,7 @@ class Tracer(TorchDispatchMode):
         return forget
 
     def claim(self, tensor: Tensor, category: Category, module: str) -> None:
-        """The tensor's storage turned out to be of this category (a gradient, say) all its life."""
+        """Sets the category of the tensor's storage (a gradient, say) for its whole life."""
         for storage in _storages(tensor):
             if (number := self._numbers.get(storage._cdata)) is not None:
                 entry = self.ledger.entries[number]
@@ -170,7 +170,7 @@ class Tracer(TorchDispatchMode):
 
     # -- where we are ---------------------------------------------------------------------------------------
     def _current_phase(self) -> Phase:
-        # Backward formulas run without recording: what records inside of one is a forward done again.
+        # Backward formulas run without recording: whatever records inside of one is a recomputed forward.
         if self.phase == Phase.BACKWARD and torch.is_grad_enabled() and torch._C._current_autograd_node():
             return Phase.RECOMPUTE
         return self.phase
@@ -209,7 +209,7 @@ class Tracer(TorchDispatchMode):
                 yield
 
     def _watching_state(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The state of the random numbers is 5 KB that no operator makes: a checkpoint keeps one."""
+        """The generator's state is 5 KB that no operator allocates: a checkpoint saves one."""
 
         def watched() -> Tensor:
             state = get_state()
@@ -236,7 +236,7 @@ class Tracer(TorchDispatchMode):
 def _engine_adds_in_place(gradient: Tensor) -> bool:
     """Whether the autograd engine would add a second gradient into this one, as it does for a real tensor.
 
-    It does where it holds the last reference. For fake tensors it never does, so the trace does it instead.
+    It does if it holds the last reference. For fake tensors it never does, so the trace does it instead.
     The counts are those of a tensor that the engine alone holds, seen from a dispatch mode that it called.
     """
     caller = sys._getframe(2)

@@ -1,4 +1,4 @@
-"""Values beside fakes: what is small and comes from the batch is computed for real, so that a trace goes a run's way.
+"""Values beside fakes: small tensors from the batch are computed for real, so that a trace takes the path of a run.
 
 A model may look at its masks, ids and lengths, or draw a number, and go another way for it. A fake has no values; here
 the storage of a fake has a real one beside it, as long as every operator that wrote to it could be run for real. A
@@ -27,13 +27,13 @@ class Values:
         self._lent: set[int] = set()  # of the user's own storages, which are not to be written
 
     def lend(self, fake: Tensor, real: torch.UntypedStorage) -> None:
-        """The fake's storage stands for this one, which is read and never written."""
+        """Lets the fake's storage stand for this one, which is read and never written."""
         if real.device.type == "cpu":
             self._held[_key(fake)] = (real,)
             self._lent.add(_key(fake))
 
     def forget(self, key: int) -> None:
-        """The storage of that address is gone, or what is in it is no longer known."""
+        """Drops the storage of that address: it is freed, or its values are no longer known."""
         self._held.pop(key, None)
         self._lent.discard(key)
 
@@ -48,7 +48,7 @@ class Values:
         return self._views(tensor, self._held.get(_key(tensor)))
 
     def follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """An operator that was called on fakes is run on their values too, or what it wrote is forgotten."""
+        """Runs an operator that was called on fakes on their values too, or drops the values that it wrote to."""
         if func.is_view:
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
@@ -61,7 +61,7 @@ class Values:
                 self.forget(key)
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> list[Any] | None:
-        """An operator and its arguments -> what it returns for their values; None where some are not known."""
+        """An operator and its arguments -> its result for their values; None if some are not known."""
         tensors = list(_tensors([args, list(kwargs.values())]))
         known: dict[int, tuple[Tensor, ...]] = {}
         for tensor in tensors:
@@ -75,12 +75,12 @@ class Values:
                 real_args, real_kwargs = (_swapped(part, known, way) for part in (args, kwargs))
                 try:
                     results.append(func(*real_args, **real_kwargs))
-                except Exception:  # the fakes got through, so whatever it is, the values are not the run's
+                except Exception:  # it worked on the fakes, so the values are not those of a run
                     return None
         return results
 
     def keep(self, fake: Tensor, reals: Iterable[Tensor]) -> None:
-        """The fake that was just made has these values."""
+        """Records the values of a fake that was just made."""
         reals = list(reals)
         storages = tuple(real.untyped_storage() for real in reals)
         same = all(_geometry(real) == _geometry(fake) for real in reals)
@@ -103,7 +103,7 @@ class Values:
         return True
 
     def _make_writable(self, written: list[int], args: tuple, kwargs: dict) -> None:
-        """Copies of what is to be written: none of the user's own, and as many as there are ways."""
+        """Copies of the tensors to be written: never the user's own, and one for each way."""
         if not written:
             return
         tensors = _tensors([args, list(kwargs.values())])

@@ -13,7 +13,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def prepare(x: Tensor, scale: Tensor | None, shift: Tensor | None, relu: bool) -> Tensor:
-    """What the convolution reads: x scale + shift for each channel, rectified if asked."""
+    """The map that the convolution reads: x scale + shift per channel, with ReLU if `relu`."""
     x = _wide(x)
     if scale is not None:
         x = x * scale.view(1, -1, 1, 1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""How tensors are widened to FP32 and narrowed again in an update, in pure PyTorch and part by part.
+"""How an update reads tensors as FP32 and writes them back in their format, in PyTorch and part by part.
 
 A part is a slice of the values in the order of memory; it begins at a multiple of BLOCK. The formats and the
 random bits are those of csrc/moments.h and csrc/threefry.h.
@@ -69,7 +69,7 @@ def widen(values: Tensor, scales: Tensor | None, part: slice, wide: torch.dtype)
 
 
 def narrow(values: Tensor, scales: Tensor | None, part: slice, numbers: Tensor, noise: Tensor | None = None) -> None:
-    """Writes numbers to a part of flat values, rounded to nearest, or by chance if there is noise."""
+    """Writes numbers to a part of flat values, rounded to nearest, or stochastically if there is noise."""
     if scales is not None and not values.is_floating_point():
         return _encode(values, scales, part, numbers, noise)
     if scales is not None:
@@ -87,7 +87,7 @@ def scale_for(most: Tensor) -> Tensor:
 
 
 def _dither(numbers: Tensor, noise: Tensor, dropped: int) -> Tensor:
-    """Adds random bits below the last bit that is kept, and drops what is below it."""
+    """Stochastic rounding: adds random bits below the last bit that stays, and truncates."""
     bits = numbers.view(torch.int32) + (noise >> (16 - dropped))
     return torch.where(numbers.isnan(), numbers, (bits >> dropped << dropped).view(torch.float32))
 

@@ -30,7 +30,7 @@ def fold(mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None
 
 
 def apply(out: Tensor, x: Tensor, scale: Tensor, shift: Tensor, relu: bool) -> None:
-    """out = x scale + shift, rectified if asked."""
+    """out = x scale + shift, with ReLU if `relu`."""
     y = _wide(x) * _per_channel(scale, x) + _per_channel(shift, x)
     out.copy_(y.relu_() if relu else y)
 

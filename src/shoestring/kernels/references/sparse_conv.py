@@ -14,7 +14,7 @@ ESCAPE = 255  # in gaps: 255 zeros skipped, and no nonzero
 
 
 def positions(index: Tensor, numel: int, count: int | None = None) -> Tensor:
-    """An index -> the positions of its nonzeros, int64, rising; on fake tensors too if their `count` is told."""
+    """An index -> the positions of its nonzeros, int64, rising; on fake tensors too, given their `count`."""
     if index.numel() == -(-numel // 8):
         return _true(reference.unpack_bits(index, numel), count)
     gaps = index.to(torch.int64)

@@ -105,7 +105,7 @@ def _widened(
 
 
 def _is_noisy(stream: int, values: Tensor) -> bool:
-    """Rounded by chance are BF16 weights and narrow second moments: both change by less than their spacing."""
+    """Stochastic rounding is for BF16 weights and narrow second moments: both change by less than their spacing."""
     return values.dtype == torch.bfloat16 if stream == 0 else stream == 2 and values.dtype != torch.float32
 
 

@@ -211,7 +211,7 @@ class _Blocks:
             return forward(*args, **kwargs)
         args, kwargs = self.mode.real((args, kwargs))
         follows = self.region is not None and any(map(self.region.place, leaves((args, kwargs))))
-        if self.region is None or index == 0 or not follows:  # what lies between the two blocks is not run again
+        if self.region is None or index == 0 or not follows:  # what lies between two blocks is not recomputed
             self.region = Region(" + ".join(self.names), self.mode.running, self.mode.store_input, self.devices)
         return self.region.call(
             self._block(index, forward) if self.nested else forward, args, kwargs, self.slots[index]

@@ -46,7 +46,7 @@ def _find_chains(task: Task, names: tuple[str, ...]) -> list[list[str]]:
 
 
 def _parts(model: nn.Module, blocks: list[str]) -> list[str]:
-    """What blocks would consist of if they were stages: modules of one class in a container, each of several layers."""
+    """The parts of blocks, if these are stages: modules of one class in a container, each of several layers."""
     found = []  # path, class, and the container's path
     for block in blocks:
         for path, home in model.get_submodule(block).named_modules(prefix=block):

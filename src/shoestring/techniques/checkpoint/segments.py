@@ -1,4 +1,4 @@
-"""`optimal`: unequal regions, chosen by a dynamic programme so that least is computed again within a budget.
+"""`optimal`: unequal regions, chosen by a dynamic programme to recompute the least within a budget.
 
 A chain of blocks is cut into regions from front to back. Of each region it is decided what happens to it:
 
@@ -69,7 +69,7 @@ def least_bytes(blocks: list[BlockCost]) -> float:
 
 
 def _programme(blocks: list[BlockCost], budget: float) -> tuple[list[np.ndarray], list[dict]]:
-    """best[i][used]: the FLOPs to compute again for blocks i and on; moves[i][used]: the segment that attains it."""
+    """best[i][used]: the FLOPs to recompute for blocks i and on; moves[i][used]: the segment that attains it."""
     count, unit = len(blocks), max(budget, 1) / GRAIN
     inputs, insides = (np.array([getattr(b, f) for b in blocks], float) for f in ("input_bytes", "inside_bytes"))
     flops = np.array([b.flops for b in blocks])
@@ -96,7 +96,7 @@ def _programme(blocks: list[BlockCost], budget: float) -> tuple[list[np.ndarray]
 def _offer(
     best: list[np.ndarray], moves: list[dict], i: int, stop: int, choice: str, kept: int, meanwhile: int, work: float
 ) -> None:
-    """Blocks i to stop as one segment, for every number of units used before it: taken where it is better."""
+    """Blocks i to stop as one segment, for every number of units used before it: taken if it is better."""
     room = GRAIN - max(kept, meanwhile)
     if room < 0:
         return

@@ -124,7 +124,7 @@ def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     if settings.get("precision") == "fp16":
         return why_gradients_stay(task) or LOSS_SCALE
     if "microbatch" in settings and not changed(task, words).folds_into_momentum:
-        return "gradients of several microbatches are used up as they are made with heavy-ball momentum only"
+        return "no-gradient works with microbatches for SGD with heavy-ball momentum only"
     return ""
 
 

@@ -1,8 +1,9 @@
-"""LeanOptimizer: updates one tensor at a time in FP32 arithmetic, on state of any form; gradients kept or used up.
+"""LeanOptimizer: updates one tensor at a time in FP32 arithmetic, on state of any format; at the end of the step, or
+in the backward pass.
 
-Where gradients are used up, each is taken as the backward pass makes it, and none waits for the others. That is exact
-where an update needs nothing else: one microbatch, no clipping, no loss scale. A rule that gathers (heavy-ball
-momentum) takes microbatches as well: gradients join the momentum, and the weights follow it at the end of the step.
+In backward, each gradient is applied and freed as soon as the backward pass has made it, and none waits for the others.
+That is exact if an update needs nothing else: one microbatch, no clipping, no loss scale. Heavy-ball momentum allows
+gradient accumulation as well: gradients are folded into the momentum, which is applied to the weights at the end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,8 @@ SMALL = 4096  # FP32 tensors below this size (norms, biases) keep FP32 state: it
 
 
 class LeanOptimizer(torch.optim.Optimizer):
-    """A rule is a subclass with `update`; one that gathers has `gather` and `follow` as well.
+    """An algorithm is a subclass with `update`; one that can accumulate gradients in its momentum has
+    `fold_into_momentum` and `apply_momentum` as well.
 
     `form` is that of the moments: fp32, fp16, bf16 or 8bit. `seed` and `updates` of the groups make the random bits
     of rounding, so they are saved with the run.
@@ -44,23 +46,23 @@ class LeanOptimizer(torch.optim.Optimizer):
     ) -> None:
         super().__init__(parameters, defaults | {"form": form, "seed": seed, "updates": 0})
         self.in_backward = in_backward
-        self._taken: dict[Tensor, None] = {}  # whose gradients this step has used up so far
+        self._taken: dict[Tensor, None] = {}  # whose gradients this step has applied so far
 
-    # -- what a rule gives --------------------------------------------------------------------------------------
+    # -- what a subclass gives ----------------------------------------------------------------------------------
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """One whole update of a tensor by factor * gradient."""
         raise NotImplementedError
 
     def fold_into_momentum(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
-        """Adds one of several gradients to the state."""
+        """Adds one of several gradients to the momentum."""
         raise NotImplementedError
 
     def apply_momentum(self, weight: Tensor, group: dict, noise: Noise) -> None:
-        """Updates a tensor from the gradients that its state has gathered."""
+        """Updates a tensor by its momentum, into which the gradients were folded."""
         raise NotImplementedError
 
     def moment(self, weight: Tensor, group: dict, name: str, positive: bool = False) -> Moment:
-        """A moment by its name, made of zeros when it is first asked for."""
+        """A moment by its name, zeros at first."""
         state = self.state[weight]
         if name not in state:
             is_small = weight.numel() < SMALL and weight.dtype == torch.float32
@@ -70,7 +72,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     # -- the step -----------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """What torch.optim's optimizers do in a step."""
+        """As torch.optim's optimizers step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -80,7 +82,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_by(self, factor: float) -> None:
-        """Updates all tensors that have a gradient, by factor * gradient, or whose gradients were used up."""
+        """Updates all tensors that have a gradient, by factor * gradient; applies folded momenta."""
         for weight, group, noise in self._numbered():
             if weight.grad is None:
                 continue
@@ -103,14 +105,14 @@ class LeanOptimizer(torch.optim.Optimizer):
                 yield weight, group, (group["seed"], number, group["updates"])
                 number += 1
 
-    # -- gradients that are used up as they are made --------------------------------------------------------------
+    # -- in backward --------------------------------------------------------------------------------------------
     @property
     def contexts(self) -> tuple[Callable[[nn.Module], AbstractContextManager], ...]:
-        """What a step must enter around each pass."""
+        """The contexts that a step enters around each pass."""
         return (self.updating_in_backward,) if self.in_backward else ()
 
     def begin(self, task: Task, pieces: int) -> None:
-        """Told before each step what it will do; refuses what would not be exact."""
+        """Called before each step; refuses one that would not be exact."""
         if not self.in_backward:
             return
         if self._taken:
@@ -118,13 +120,13 @@ class LeanOptimizer(torch.optim.Optimizer):
         refuse_in_backward(task)
         if pieces > 1 and not self.folds_into_momentum:
             raise ShoestringError(
-                f"gradients of {pieces} microbatches cannot be used up as they are made, for {self.why_not_folded}: "
-                "use the whole batch, heavy-ball momentum, or keep gradients"
+                f"no-gradient cannot be used with {pieces} microbatches, because {self.why_not_folded}: leave out "
+                "microbatch or no-gradient, or use SGD with heavy-ball momentum"
             )
 
     @contextmanager
     def updating_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Inside, each gradient is taken as soon as the backward pass has it."""
+        """Inside the context, each gradient is applied as soon as the backward pass has made it."""
         names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         with ExitStack() as stack:
             for weight, group, noise in self._numbered():
@@ -141,14 +143,14 @@ class LeanOptimizer(torch.optim.Optimizer):
         return take
 
     def _check_finite(self, weight: Tensor, name: str) -> None:
-        """Nothing that is not finite is ever used up; what came before it in this step has been."""
+        """Refuses to apply a gradient that is not finite; those before it in this step have been applied."""
         assert weight.grad is not None
         if weight.grad.layout != torch.strided or all_finite(weight.grad):  # the update refuses other layouts
             return
         weight.grad = None
         before = (
-            f"{len(self._taken)} others had been used up before it, so that weights and state are between two updates: "
-            "go on from the last save, and keep gradients, or"
+            f"{len(self._taken)} others had been applied before it, so that weights and state are between two updates: "
+            "go on from the last save, without no-gradient, or"
             if self._taken
             else "the weights are as before: look at the batch, or"
         )
@@ -165,13 +167,13 @@ class LeanOptimizer(torch.optim.Optimizer):
             self.update(weight, group, gradient, 1.0, noise)
         else:
             raise ShoestringError(
-                f"a parameter of shape {tuple(weight.shape)} got its gradient in two parts, and the first was used up: "
-                "keep gradients, or do not checkpoint the layers that share it"
+                f"a parameter of shape {tuple(weight.shape)} got its gradient in two parts, and the first has been "
+                "applied: leave out no-gradient, or do not checkpoint the layers that share it"
             )
 
     def _broken(self) -> ShoestringError:
         return ShoestringError(
-            f"a step broke off after {len(self._taken)} gradients had been used up: weights and state are between "
+            f"a step failed after {len(self._taken)} gradients had been applied: weights and state are between "
             "two updates; go on from the last save"
         )
 
@@ -182,7 +184,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but for the types of the state: they are kept and not cast to that of the weight."""
+        """As torch's, except that the state keeps its dtypes and is not cast to that of the weight."""
         saved = state_dict["param_groups"]
         theirs, ours = ([group["form"] for group in groups] for groups in (saved, self.param_groups))
         if theirs != ours:
@@ -198,13 +200,13 @@ class LeanOptimizer(torch.optim.Optimizer):
 
 
 def refuse_in_backward(task: Task) -> None:
-    """Raises where a step must see all its gradients before it may use one, with the reason."""
+    """Raises, with the reason, if a step must see all its gradients before it may apply one."""
     if reason := why_gradients_stay(task):
-        raise ShoestringError(f"gradients cannot be used up as they are made, for {reason}, or keep gradients")
+        raise ShoestringError(f"no-gradient cannot be used, because {reason}, or leave out no-gradient")
 
 
 def why_gradients_stay(task: Task) -> str | None:
-    """A task -> what in it needs all gradients at once and what to do; None if nothing."""
+    """A task -> which of its settings needs all gradients at once, and what to do; None if none does."""
     if task.clip is not None:
         return f"clipping to {task.clip:g} needs the norm of all: leave out clipping"
     if task.scaling is not None:

@@ -21,7 +21,7 @@ CHUNK = 1 << 15  # values that are widened at a time
 
 @dataclass(frozen=True)
 class SM3:
-    """Settings of SM3-II (Anil et al. 2019): the least of row's and column's sums of squares stands for a value's.
+    """Settings of SM3-II (Anil et al. 2019): the smaller sum of squares of row and column stands for a value's.
 
     With momentum, as published, the state is one moment, whose form may be narrow, and next to nothing else.
     """
@@ -81,7 +81,7 @@ def write(weight: Tensor, part: slice, numbers: Tensor, noise: Noise) -> None:
 
 
 class Factored(LeanOptimizer):
-    """What both have: one accumulator a row and one a column."""
+    """Base of both: one accumulator per row and one per column."""
 
     why_not_folded = "a second moment needs the square of their sum"
 

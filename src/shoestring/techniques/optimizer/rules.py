@@ -1,4 +1,4 @@
-"""Which rule each group of a task's optimizer follows: those of torch.optim's SGD, Adam and AdamW are known."""
+"""The algorithm of each parameter group of a task's optimizer: torch.optim's SGD, Adam and AdamW are known."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ WITHOUT_A_FORM = {"dampening": 0, "maximize": False, "amsgrad": False, "differen
 
 
 class Group(NamedTuple):
-    """Parameters by name (of the dense weight, where a layer is sparse), and the rule that they follow."""
+    """Parameters by name (that of the dense weight, if a layer is sparse), and their algorithm."""
 
     names: tuple[str, ...]
     rule: Rule

@@ -1,4 +1,4 @@
-"""SGD and Adam on lean state: the rules of torch.optim, a tensor at a time."""
+"""SGD and Adam on lean state: torch.optim's algorithms, one tensor at a time."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from .base import LeanOptimizer
 
 
 def is_heavy_ball(settings: Mapping[str, Any]) -> bool:
-    """Whether momentum is all that an update follows: gradients can join it one by one."""
+    """Whether an update depends on the momentum alone, so that gradients can be folded into it one by one."""
     return settings.get("momentum", 0) != 0 and not settings.get("nesterov", True)
 
 
 class LeanSGD(LeanOptimizer):
-    """SGD. Heavy-ball momentum folds_into_momentum: m = mu m + g1 + g2 + ... needs no gradient but the one at hand."""
+    """SGD. Heavy-ball momentum accumulates gradients: m = mu m + g1 + g2 + ... needs them one at a time."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, in_backward: bool, seed: int) -> None:
         super().__init__(parameters, vars(rule), form, in_backward, seed)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the loss is multiplied so that small gradients survive in FP16, and divided out again.
+"""Dynamic loss scaling: the loss is multiplied so that small gradients survive in FP16, and the factor divided out.
 
 A step whose gradients overflow is skipped and the scale halved; after enough good steps it doubles. At its floor,
 where a smaller scale can no longer be the cure, the run stops and names the layer. (Micikevicius et al. 2018.) The
@@ -45,7 +45,7 @@ class DynamicLossScale:
         self.skipped = 0  # steps in a row
 
     def accepts(self, overflow: str | None) -> bool:
-        """What the step found that is not finite, if anything -> whether it may be done; the scale follows."""
+        """What the step found not to be finite, or None -> whether the update may be done; adapts the scale."""
         if overflow is None:
             self._grow()
         else:

@@ -1,4 +1,4 @@
-"""What the sparse layers share: each holds only the nonzeros of its weight, a flat parameter, and their index.
+"""The base of the sparse layers: each holds only the nonzeros of its weight, a flat parameter, and their index.
 
 The gradient and any optimizer's state are then as sparse as the weight, and share the index. The number of nonzeros
 of a layer may change while it is trained (see `rewiring`); tensors change their size in place, so that optimizers and
@@ -43,7 +43,7 @@ class NoWeight(ShoestringError, AttributeError):
 
 
 class SparseLayer(Layer):
-    """What the sparse layers share. `total` is the number of nonzeros of all layers that were made sparse together.
+    """The base of the sparse layers. `total` is the number of nonzeros of all layers that were made sparse together.
 
     Made from a dense layer, of which it takes settings, device, type, and the weights at the positions of the bitmap
     `bits`; without one, positions and values are drawn anew, the values as the dense layer's own.
@@ -78,7 +78,7 @@ class SparseLayer(Layer):
 
     @staticmethod
     def why_not(dense: Any) -> str:
-        """What keeps a dense layer from being made sparse; empty if nothing does."""
+        """Why a dense layer cannot be made sparse; "" if it can."""
         return ""
 
     @staticmethod
@@ -98,7 +98,7 @@ class SparseLayer(Layer):
 
     @property
     def dense_parameters(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """What an optimizer's groups go by: the name and the shape of the dense weight."""
+        """The name and the shape of the dense weight, by which an optimizer's groups are matched."""
         return {"values": ("weight", self.shape)}
 
     def reset_parameters(self) -> None:

@@ -115,7 +115,7 @@ def sparse_kind(module: nn.Module) -> Any:
 
 
 def why_not(module: nn.Module) -> str:
-    """What keeps a module from being made sparse; empty if nothing does."""
+    """Why a module cannot be made sparse; "" if it can."""
     kind = sparse_kind(module)
     if isinstance(module, SparseLayer):
         return "it is sparse already"

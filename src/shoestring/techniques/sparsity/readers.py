@@ -56,7 +56,7 @@ def _rehearse(task: Task) -> None:
 
 @contextmanager
 def _watched(names: Mapping[int, str], found: dict[str, str]) -> Iterator[None]:
-    """Writes down who reads the weight of a module of these ids, but for the forward of PyTorch's layers."""
+    """Records who reads the weight of a module of these ids, except the forward of PyTorch's layers."""
     get = nn.Module.__getattr__
 
     def watching(self: nn.Module, name: str) -> Any:
