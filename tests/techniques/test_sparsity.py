@@ -660,5 +660,5 @@ def test_the_planner_tries_no_sparsity_where_no_layer_can_be_sparse():
 @pytest.mark.parametrize("channels", [3, 16])
 def test_a_map_of_other_channels_than_the_layer_reads_is_refused(channels):
     layer = SparseConv2d(nn.Conv2d(8, 4, 3), 60)
-    with pytest.raises(ShoestringError, match=r"8 channels got a map \(2, \d+, 6, 6\)"):
+    with pytest.raises(ShoestringError, match=r"8 channels got an input of \(2, \d+, 6, 6\)"):
         layer(torch.randn(2, channels, 6, 6))
