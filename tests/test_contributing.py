@@ -30,7 +30,7 @@ def test_there_are_enough_of_them():
     ("name", "file"),
     [
         ("WORDS", "src/shoestring/techniques/__init__.py"),
-        ("SAID", "tests/techniques/test_words.py"),
+        ("EVERY_SETTING", "tests/contract/table.py"),
         ("CODECS", "src/shoestring/techniques/activations/codecs.py"),
         ("PLANS", "tests/contract/table.py"),
         ("NEAR", "tests/contract/table.py"),

@@ -100,6 +100,20 @@ PLANS = {
     "everything": (("wrn",), Plan(nonzero=30, precision="fp16", checkpoint="residual-2*", microbatch=4)),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
+# By word: a value that sets every setting of the technique, and how the command line says it.
+EVERY_SETTING = {
+    "nonzero": (
+        {"nonzero": 30.5, "method": "set", "layers": ("conv", "blocks.*"), "fraction": 0.02, "fraction_multiplier": 2,
+         "frequency_multiplier": 0.5, "updates": 500, "positions": "largest", "seed": 3},
+        "30.5,method=set,layers=conv+blocks.*,fraction=0.02,fraction_multiplier=2,frequency_multiplier=0.5,updates=500,"
+        "positions=largest,seed=3",
+    ),
+    "precision": ("bf16", "bf16"),
+    "optimizer": ("8bit+no-gradient", "8bit+no-gradient"),
+    "checkpoint": ({"strategy": "residual-2*", "blocks": ("one", "t?o")}, "residual-2*,blocks=one+t?o"),
+    "activations": ("head:softmax=half,masks,offload", "head:softmax=half,masks,offload"),
+    "microbatch": ({"size": 4, "by": "examples", "simulated": True}, "4,by=examples,simulated=true"),
+}  # fmt: skip
 
 
 class Nearness(NamedTuple):

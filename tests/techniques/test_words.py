@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from small import Noise, task
+from table import EVERY_SETTING
 
 import shoestring.techniques
 from shoestring import Plan, ShoestringError, apply, train
@@ -15,19 +16,6 @@ from shoestring.techniques.registry import REGISTRY, apply_settings
 from shoestring.techniques.words import in_words
 
 ROOT = Path(__file__).parents[2]
-SAID = {  # a value with every setting of its technique, and how the command line says it
-    "nonzero": (
-        {"nonzero": 30.5, "method": "set", "layers": ("conv", "blocks.*"), "fraction": 0.02, "fraction_multiplier": 2,
-         "frequency_multiplier": 0.5, "updates": 500, "positions": "largest", "seed": 3},
-        "30.5,method=set,layers=conv+blocks.*,fraction=0.02,fraction_multiplier=2,frequency_multiplier=0.5,updates=500,"
-        "positions=largest,seed=3",
-    ),
-    "precision": ("bf16", "bf16"),
-    "optimizer": ("8bit+no-gradient", "8bit+no-gradient"),
-    "checkpoint": ({"strategy": "residual-2*", "blocks": ("one", "t?o")}, "residual-2*,blocks=one+t?o"),
-    "activations": ("head:softmax=half,masks,offload", "head:softmax=half,masks,offload"),
-    "microbatch": ({"size": 4, "by": "examples", "simulated": True}, "4,by=examples,simulated=true"),
-}  # fmt: skip
 WORD = {word.name: word for word in WORDS}
 
 
@@ -35,27 +23,27 @@ WORD = {word.name: word for word in WORDS}
 def test_a_plan_has_a_field_for_each_word_and_the_word_names_every_setting_of_its_record(word):
     assert word.name in {f.name for f in fields(Plan)}
     assert list(word.settings) == [f.name for f in fields(REGISTRY[word.name].settings)]
-    assert word.name in SAID, "say all of its settings here"
+    assert word.name in EVERY_SETTING, "add a value that sets all of them"
 
 
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.name)
 def test_the_table_of_techniques_names_each_with_its_module_and_its_card(word):
-    rows = re.findall(r"\| `(\w+)` \| (\w+)/ \| .* \|", shoestring.techniques.__doc__)
+    rows = re.findall(r"\| `(\w+)` \| (\w+)(?:/|\.py) \| .* \|", shoestring.techniques.__doc__)
     assert rows.count((word.name, word.module)) == 1 and len(rows) == len(WORDS)
     assert (ROOT / "docs" / "techniques" / f"{word.module}.md").is_file()
 
 
 @pytest.mark.parametrize("name", WORD)
 def test_the_command_line_can_say_all_settings_and_what_it_says_comes_back(name):
-    value, text = SAID[name]
+    value, text = EVERY_SETTING[name]
     assert WORD[name].parse(text) == value and in_words(value) == text
 
 
 @pytest.mark.parametrize("name", WORD)
 def test_all_settings_come_back_from_a_plan_file(name):
-    made = Plan(**{name: SAID[name][0]})
-    assert Plan.from_json(made.to_json()) == made and getattr(made, name) == SAID[name][0]
-    assert made.techniques() == {name: SAID[name][0]}
+    made = Plan(**{name: EVERY_SETTING[name][0]})
+    assert Plan.from_json(made.to_json()) == made and getattr(made, name) == EVERY_SETTING[name][0]
+    assert made.techniques() == {name: EVERY_SETTING[name][0]}
 
 
 def test_the_shortest_form_of_a_value_is_the_one_that_counts():
