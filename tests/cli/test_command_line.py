@@ -22,8 +22,9 @@ def test_help_names_every_command(shoestring):
     assert "profile" in answer.out and "doctor" in answer.out
 
 
-def test_help_does_not_wait_for_torch():
-    code = "import sys, shoestring.cli.main as m; m.main(['doctor', '-h'])"
+@pytest.mark.parametrize("command", ["doctor", "train", "profile"])
+def test_help_does_not_wait_for_torch(command):
+    code = f"import sys, shoestring.cli.main as m; m.main(['{command}', '-h'])"
     check = "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
     script = f"import atexit, sys; atexit.register(lambda: {check}); {code}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

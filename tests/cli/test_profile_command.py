@@ -25,6 +25,15 @@ def test_the_json_has_the_promised_shape(shoestring):
     assert sum(row["bytes"] for row in data["by_module"]) == data["bytes"]["total"]
 
 
+def test_all_settings_of_a_technique_can_be_said_and_are_told(shoestring):
+    words = ("--nonzero", "30,method=set,layers=conv+blocks.*", "--microbatch", "2,by=examples")
+    settings = answer_of(shoestring, *WRN, *words)["settings"]
+    assert settings["nonzero"] == {"nonzero": 30, "method": "set", "layers": ["conv", "blocks.*"]}
+    assert settings["microbatch"] == {"size": 2, "by": "examples"}
+    told = shoestring(*WRN, *words).out.replace("\n", " ").replace("\u00a0", " ")
+    assert "nonzero 30,method=set,layers=conv+blocks.*" in told and "microbatch 2,by=examples" in told
+
+
 def test_the_page_tells_what_the_json_tells(shoestring):
     data = answer_of(shoestring, *WRN)
     page = shoestring(*WRN).out
@@ -120,6 +129,9 @@ def test_the_ledger_is_written_and_gives_the_peak_again(shoestring, tmp_path):
         (("--nonzero", "0"), "--nonzero: 0 is out of range"),
         (("--nonzero", "many"), "--nonzero: 'many' is not a percentage"),
         (("--precision", "fp8"), "--precision: invalid choice: 'fp8'"),
+        (("--nonzero", "30,metod=set"), "--nonzero: nonzero has no setting 'metod': after its value come method"),
+        (("--rules", "paper", "--activations", "offload"), "the paper's rules know no --activations offload"),
+        (("--rules", "paper", "--nonzero", "30,method=set"), "the paper's rules know no --nonzero 30,method=set"),
         (("--rules", "paper", "--checkpoint", "residual-0"), "residual-0"),
         (("--rules", "paper", "--microbatch", "1000"), "microbatch 1000 is out of range"),
     ],

@@ -131,6 +131,17 @@ def test_every_technique_has_its_word_on_the_command_line(train):
     assert refused.code == 2 and "everything" in refused.err
 
 
+def test_a_run_is_resumed_with_every_setting_that_its_command_had(train):
+    words = ("--epochs", 1, "--json", "--run", "run", "--nonzero", "50,method=set,layers=conv")
+    answer = json.loads(train(*words).out)
+    assert answer["settings"]["techniques"] == {"nonzero": {"nonzero": 50, "method": "set", "layers": ["conv"]}}
+    assert "--nonzero 50,method=set,layers=conv" in answer["resume"]
+    assert json.loads(train(*words, "--resume").out)["finished"]
+    assert json.loads(train(*words[:-2], "--resume").out)["finished"]  # by its plan file
+    other = complaint(train(*words[:-1], "50,layers=conv", "--resume"))
+    assert "techniques nonzero method was set and is now None" in other
+
+
 def test_json_is_all_that_stdout_has(train):
     answer = train("--epochs", 1, "--json")
     found = json.loads(answer.out)

@@ -4,6 +4,7 @@ import json
 import pytest
 from pages import HOSTILE, MB, STUDY, Reader, long_ledger, profile_of, write_run
 
+from shoestring import Plan
 from shoestring.errors import ShoestringError
 from shoestring.reporting.page import MOST_BYTES, page_data, page_html, run_data, step_data, study_data
 from shoestring.reporting.page.data import thinned
@@ -86,6 +87,14 @@ def test_nothing_in_a_run_folder_is_read_as_html_or_script(tmp_path, ledger):
     assert [tag for tag, _ in page.tags] == [tag for tag, _ in clean.tags]
     assert page.data["runs"][0]["record"]["settings"] == {HOSTILE: HOSTILE}
     assert page.data["title"] == HOSTILE
+
+
+def test_several_settings_of_a_technique_are_shown_as_the_command_line_says_them(tmp_path):
+    techniques = {"nonzero": {"nonzero": 30, "method": "set", "layers": ["a", "b"]}, "microbatch": 10}
+    folder = write_run(tmp_path / "run", settings={"updates": 4, "techniques": techniques})
+    (folder / "plan.json").write_text(Plan(**techniques).to_json())
+    data, words = run_data(folder), {"nonzero": "30,method=set,layers=a+b", "microbatch": 10}
+    assert data["techniques"] == words and data["record"]["settings"] == {"updates": 4, "techniques": words}
 
 
 def test_numbers_that_json_has_no_word_for_are_unknown(tmp_path):

@@ -91,15 +91,13 @@ def test_what_the_command_line_cannot_mean_is_refused_by_its_key(name, text, com
 
 
 def test_an_unknown_technique_is_refused_with_those_that_there_are():
-    with pytest.raises(ShoestringError, match="there is no technique 'thrift': known are nonzero, precision"):
+    with pytest.raises(ShoestringError, match=r"there is no technique 'thrift': known are .*precision, optimizer"):
         apply_settings(task(), {"thrift": 1})
 
 
 # -- plans of before ----------------------------------------------------------------------------------------------
 def test_a_plan_with_a_word_that_is_no_more_is_refused_with_the_words_that_there_are():
-    with pytest.raises(
-        ShoestringError, match=r"a field 'keep' that does not exist \(techniques: nonzero, .*activations"
-    ):
+    with pytest.raises(ShoestringError, match=r"a field 'keep' that does not exist \(techniques: .*activations"):
         Plan.from_json('{"version": 1, "microbatch": 2, "keep": "disk"}')
     assert Plan.from_json('{"version": 1, "microbatch": 2, "keep": null}') == Plan(microbatch=2)
 

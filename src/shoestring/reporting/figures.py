@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
 from ..ledger import Ledger
+from ..techniques.words import in_words
 from ..units import format_bytes
 from .comparison import Comparison
 from .palette import ACCENT, FAINT, INK, MUTED, in_order, is_light, look, sort_kinds
@@ -41,7 +42,7 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
     with figure_file(path, 11.0 if ledger else 4.4, 4.8) as figure:
         left, width = (0.67, 0.32) if ledger else (0.06, 0.88)
         figure.text(0.012 if ledger else left, 0.94, data["task"], size=13, weight="bold")
-        words = [f"{name} {value}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
+        words = [f"{name} {in_words(value)}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
         figure.text(left + width, 0.94, " · ".join(words), color=MUTED, ha="right")
         _pie(figure.add_axes((left, 0.4, width, 0.5)), data)
         shown = set(in_order(data["by_category"]))

@@ -9,6 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..techniques.words import described
 from ..training.events import Evaluated, Event, Listener, Replanned, Updated
 from ..units import format_bytes
 
@@ -60,7 +61,7 @@ class Lines:
         if isinstance(event, Updated) and self.first is None:
             self.first = event.update, now
         if isinstance(event, Replanned):
-            words = ", ".join(f"{name} {value}" for name, value in event.techniques.items())
+            words = described(event.techniques.items())
             line = (
                 f"a step needs {format_bytes(event.used_bytes)}: continuing from update {event.update:,} with {words}"
             )

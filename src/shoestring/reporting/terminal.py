@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ..ledger import Ledger
+from ..techniques.words import in_words
 from ..units import format_bytes, format_flops
 from .palette import in_order, look
 from .timeline import Timeline, timeline
@@ -76,7 +77,7 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
 # -- the parts of the page --------------------------------------------------------------------------------
 def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
     """The task, the rules and the settings; on two lines if they do not fit on one."""
-    settings = [f"{name}\u00a0{value}" for name, value in data["settings"].items()]
+    settings = [f"{name}\u00a0{in_words(value)}" for name, value in data["settings"].items()]
     words = page.dot.join([data["task"], f"{data['rules']}\u00a0rules", *settings])
     for line in textwrap.wrap(words, page.width):
         yield Text(line.replace("\u00a0", " "), "bold")

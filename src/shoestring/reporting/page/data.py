@@ -10,6 +10,7 @@ from ...errors import ShoestringError
 from ...planning.plan import Plan
 from ...runs.folder import RunFolder
 from ...runs.record import RunRecord, read_record
+from ...techniques.words import in_words
 from ..palette import LOOKS
 from .steps import steps_of
 
@@ -43,12 +44,24 @@ def run_data(path: Path) -> dict[str, Any]:
         "update": update,
         "updates": length,
         "notes": notes + said,
-        "record": record.to_json() if record else None,
-        "techniques": plan.techniques() if plan else {},
+        "record": _shown(record) if record else None,
+        "techniques": _in_words(plan.techniques()) if plan else {},
         "reasons": list(plan.reasons) if plan else [],
         "steps": steps,
         "curves": _curves(lines, record),
     }
+
+
+def _shown(record: RunRecord) -> dict[str, Any]:
+    """A record as JSON, with each technique's value in the words of the command line."""
+    return record.to_json() | {"settings": {key: _in_words(value) for key, value in record.settings.items()}}
+
+
+def _in_words(value: Any) -> Any:
+    """{"nonzero": {"nonzero": 30, "method": "set"}, "seed": 2} -> {"nonzero": "30,method=set", "seed": 2}"""
+    if not isinstance(value, dict):
+        return value
+    return {name: in_words(part) if isinstance(part, dict) and part else part for name, part in value.items()}
 
 
 def _record(folder: RunFolder, notes: list[str]) -> RunRecord | None:
