@@ -3,6 +3,7 @@
     python benchmarks/zoo.py                          # all of them, and docs/zoo.md from what was found
     python benchmarks/zoo.py --model bert llama       # some, whose rows take the place of earlier ones
     python benchmarks/zoo.py --jobs 2                 # two models at a time
+    python benchmarks/zoo.py --missing                # those that docs/zoo.json does not have: goes on after a stop
     python benchmarks/zoo.py --table                  # docs/zoo.md once more, from docs/zoo.json
 
 Ends with exit code 1 if a cell does not hold. Heap figures are those of the heap meter in a fresh process: what a task
@@ -301,6 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--missing", action="store_true")
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--one", choices=MODELS, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -309,12 +311,13 @@ def main() -> None:
         return
     record = DOCS / "zoo.json"
     rows = json.loads(record.read_text()) if record.exists() else {}
-    names = [] if args.table else args.model
+    names = [] if args.table else [name for name in args.model if not (args.missing and name in rows)]
     with ThreadPoolExecutor(args.jobs) as pool:
         for name, row in zip(names, pool.map(in_a_process, names), strict=True):
             print(f"{name}: {json.dumps(row['cells'])}", flush=True)
             rows = {known: (rows | {name: row})[known] for known in MODELS if known in rows or known == name}
-            record.write_text(json.dumps(rows, indent=1) + "\n")
+            record.write_text(json.dumps(rows, indent=1) + "\n")  # a run that is stopped keeps what is done
+            (DOCS / "zoo.md").write_text(table(rows))
     (DOCS / "zoo.md").write_text(table(rows))
     wrong = failures(rows)
     print("\n".join([*wrong, f"{len(rows)} models, {len(wrong)} cells that do not hold"]))
