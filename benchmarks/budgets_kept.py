@@ -22,7 +22,8 @@ from lean_steps import builtin, cpu_name, heap
 from shoestring.measuring import calibrate
 from shoestring.measuring.calibration import load_cache
 from shoestring.measuring.rates import device_rates
-from shoestring.planning.search import OBJECT_BYTES, Search
+from shoestring.planning.search import Search
+from shoestring.planning.traces import NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, object_bytes
 from shoestring.techniques.technique import Risk
 from shoestring.training.budget import batch_bytes
 from shoestring.units import format_bytes
@@ -37,7 +38,7 @@ SHARES = {"fit": (0.8, 0.6, 0.4, 0.15, 0.08), "proof": (0.9, 0.7, 0.5, 0.35, 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, the smallest budget that it was given for, and what it took; all but the storages in bytes."""
+    """A plan, the smallest budget that it was given for, and what it took; all but storages and nodes in bytes."""
 
     model: str
     size: int
@@ -45,6 +46,8 @@ class Case:
     budget: int
     predicted: int
     storages: int  # alive at the predicted peak
+    nodes: int  # of autograd's graph
+    room: int  # that the plan left for objects
     heap: int
 
     @property
@@ -52,9 +55,9 @@ class Case:
         return self.heap <= self.budget
 
     @property
-    def bytes_each(self) -> float:
-        """What the heap holds beside the tensors, for each storage."""
-        return (self.heap - self.predicted) / self.storages
+    def bytes_per_node(self) -> float:
+        """What the heap holds beside the tensors, and beside what is counted of storages and of every run."""
+        return (self.heap - self.predicted - STORAGE_BYTES * self.storages - ONCE_BYTES) / self.nodes
 
 
 def cases(model: str, size: int, shares: list[float]) -> Iterator[Case]:
@@ -72,12 +75,13 @@ def cases(model: str, size: int, shares: list[float]) -> Iterator[Case]:
             if option is not None:
                 smallest[option.settings] = min(search.budget, smallest.get(option.settings, search.budget))
     for settings, budget in smallest.items():
-        traced = search.trace(settings)
+        traced = search.traces.of(settings)
         assert traced is not None, "a plan that was chosen was traced"
-        storages = len(traced.ledger.live_at(traced.ledger.peak().time))
+        storages = len(traced.ledger.live_at(traced.peak.time))
         taken = heap(model, size, dict(settings)) + given
         told = ", ".join(f"{name} {value}" for name, value in settings) or "no technique"
-        case = Case(model, size, told, budget, traced.peak_bytes, storages, taken)
+        room = object_bytes(traced)
+        case = Case(model, size, told, budget, traced.peak_bytes, storages, traced.nodes, room, taken)
         print(f"  {case}", file=sys.stderr, flush=True)
         yield case
 
@@ -86,19 +90,19 @@ def table(found: list[Case]) -> str:
     head = "| model | batch | plan | smallest budget | predicted tensors | room left for objects | heap | kept |"
     rows = [
         f"| {c.model} | {c.size} | {c.settings} | {format_bytes(c.budget)} | {format_bytes(c.predicted)} | "
-        f"{format_bytes(OBJECT_BYTES * c.storages)} | {format_bytes(c.heap)} | {'yes' if c.kept else 'NO'} |"
+        f"{format_bytes(c.room)} | {format_bytes(c.heap)} | {'yes' if c.kept else 'NO'} |"
         for c in found
     ]
     return "\n".join([head, "|---|---|---|---|---|---|---|---|", *rows])
 
 
 def fitted(fit: list[Case]) -> int:
-    """The bytes for each storage that the fitting set asks for: its largest, rounded up to the next hundred."""
-    return math.ceil(max((case.bytes_each for case in fit), default=0.0) / 100) * 100
+    """The bytes per node that the fitting set asks for: its largest, rounded up to the next hundred."""
+    return math.ceil(max((case.bytes_per_node for case in fit), default=0.0) / 100) * 100
 
 
 def report(fit: list[Case], proof: list[Case]) -> str:
-    most = max((case.bytes_each for case in fit), default=0.0)
+    most = max((case.bytes_per_node for case in fit), default=0.0)
     kept = sum(case.kept for case in proof)
     return f"""# Budgets, kept on the heap
 
@@ -109,9 +113,10 @@ and risks lead to the same plan: it is measured once, and held against the small
 Where: {cpu_name()}; torch {torch.__version__}; {datetime.date.today()}. By:
 `{" ".join(["python", "benchmarks/budgets_kept.py", *sys.argv[1:]])}`
 
-A plan leaves room for what no trace sees, the objects around tensors: {OBJECT_BYTES} bytes for each storage that is
-alive at the predicted peak. The second table alone gives {fitted(fit)}: its largest is {most:.0f}, rounded up to the
-next hundred. The first table proves it on other models and other budgets. A first step in FP16 may be skipped while the
+A plan leaves room for what no trace sees, the objects around tensors: {ONCE_BYTES} bytes once, {STORAGE_BYTES} bytes
+per storage that is alive at the predicted peak, and {NODE_BYTES} bytes per node of autograd's graph. The second table
+alone gives the last, {fitted(fit)}: its largest is {most:.0f}, rounded up to the next hundred. The first table proves it on
+other models and other budgets. A first step in FP16 may be skipped while the
 loss scale is found, and then makes no optimizer state: such a peak is below the predicted one.
 
 ## Proved on: {kept} of {len(proof)} plans within their budget
@@ -146,9 +151,9 @@ def main() -> None:
         args.write.write_text(text)
     broken = [case for case in found["proof"] if not case.kept]
     # A number that the fitting set does not give was fitted on something else: the proof would prove nothing.
-    unfit = bool(found["fit"]) and fitted(found["fit"]) != OBJECT_BYTES
+    unfit = bool(found["fit"]) and fitted(found["fit"]) != NODE_BYTES
     if unfit:
-        print(f"OBJECT_BYTES is {OBJECT_BYTES}, and the fitting set gives {fitted(found['fit'])}", file=sys.stderr)
+        print(f"NODE_BYTES is {NODE_BYTES}, and the fitting set gives {fitted(found['fit'])}", file=sys.stderr)
     sys.exit(bool(broken) or unfit)
 
 
