@@ -115,8 +115,8 @@ Where: {cpu_name()}; torch {torch.__version__}; {datetime.date.today()}. By:
 
 A plan leaves room for what no trace sees, the objects around tensors: {ONCE_BYTES} bytes once, {STORAGE_BYTES} bytes
 per storage that is alive at the predicted peak, and {NODE_BYTES} bytes per node of autograd's graph. The second table
-alone gives the last, {fitted(fit)}: its largest is {most:.0f}, rounded up to the next hundred. The first table proves it on
-other models and other budgets. A first step in FP16 may be skipped while the
+alone gives the last, {fitted(fit)}: its largest is {most:.0f}, rounded up to the next hundred. The first table proves
+it on other models and other budgets. A first step in FP16 may be skipped while the
 loss scale is found, and then makes no optimizer state: such a peak is below the predicted one.
 
 ## Proved on: {kept} of {len(proof)} plans within their budget
