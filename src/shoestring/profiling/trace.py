@@ -20,6 +20,7 @@ from ..ledger import Category, Ledger, Phase
 from ..signature import Signature, output_key, signature_of
 from . import sizes
 from .choices import Choices, here, short
+from .remembered import remembered
 from .values import Values
 
 _CATEGORY = {
@@ -122,9 +123,11 @@ class Tracer(TorchDispatchMode):
             return fake_call(func, args)
         if func.namespace == "profiler":
             return func(*args, **kwargs), 0
-        signature = self._signature(func, args, kwargs)
-        out = self._with_hidden_outputs(sparse_tensors.run(func, args, kwargs), signature)
-        return out, self.workspace.get(str(signature)) or 0
+        key = func, _key(args), _key(tuple(kwargs.items()))
+        signature = self._signature(key, args, kwargs)
+        given = list(_tensors([args, list(kwargs.values())]))
+        out = remembered(key, given, lambda: sparse_tensors.run(func, args, kwargs))
+        return self._with_hidden_outputs(out, signature), self.workspace.get(str(signature)) or 0
 
     def _with_hidden_outputs(self, out: Any, signature: Signature) -> Any:
         """Gives outputs whose size only the library knows (oneDNN's LSTM workspace) the calibrated size."""
@@ -134,10 +137,9 @@ class Tracer(TorchDispatchMode):
         sizes = {n: self.workspace.get(output_key(signature, n)) for n in empty}
         return tuple(part.new_empty(size) if (size := sizes.get(n)) else part for n, part in enumerate(out))
 
-    def _signature(self, func: Any, args: tuple, kwargs: dict) -> Signature:
-        key = func, _key(args), _key(tuple(kwargs.items()))
+    def _signature(self, key: tuple, args: tuple, kwargs: dict) -> Signature:
         if key not in self._calls:
-            self._calls[key] = signature_of(func, args, kwargs)
+            self._calls[key] = signature_of(key[0], args, kwargs)
         return self._calls[key]
 
     # -- storages -------------------------------------------------------------------------------------------
