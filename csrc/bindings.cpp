@@ -14,6 +14,7 @@ void bind_conv_weight(nb::module_&);
 void bind_dynamic_convolution(nb::module_&);
 void bind_pooling(nb::module_&);
 void bind_quantise(nb::module_&);
+void bind_windows(nb::module_&);
 
 static bool supports_avx2() {
 #if defined(__x86_64__)
@@ -38,4 +39,5 @@ NB_MODULE(CORE_NAME, m) {
   bind_dynamic_convolution(m);
   bind_pooling(m);
   bind_quantise(m);
+  bind_windows(m);
 }

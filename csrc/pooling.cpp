@@ -53,9 +53,9 @@ static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
   }
 }
 
-// `scratch`: for each thread, the floats of a row of x and of a row of averages.
-static void pool(Address x, int code, int64_t planes, int64_t height, int64_t width, int64_t inner, int64_t k,
-                 Address out, Address scratch, int threads) {
+// Planes of x are `apart` elements from each other. `scratch`: for each thread, the floats of a row of x and of averages.
+static void pool(Address x, int code, int64_t planes, int64_t apart, int64_t height, int64_t width, int64_t inner,
+                 int64_t k, Address out, Address scratch, int threads) {
   const Plane in{height, width, inner};
   const int64_t wide = ceil_div(width, k), pooled = ceil_div(height, k) * wide * inner;
   with_storage(code, [&](auto kind) {
@@ -63,7 +63,7 @@ static void pool(Address x, int code, int64_t planes, int64_t height, int64_t wi
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < planes; ++p) {
       float* own = at<float>(scratch) + omp_get_thread_num() * (width + wide) * inner;
-      pool_plane(at<T>(x) + p * height * width * inner, in, k, at<T>(out) + p * pooled, own);
+      pool_plane(at<T>(x) + p * apart, in, k, at<T>(out) + p * pooled, own);
     }
   });
 }

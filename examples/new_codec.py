@@ -1,4 +1,4 @@
-"""A new codec for saved activations: quantised to 8 bits, one scale per tensor.
+"""A new codec for saved activations: rounded to 8 bits, one scale per tensor.
 
 python examples/new_codec.py
 """
@@ -14,7 +14,7 @@ from shoestring.techniques.activations.codecs import CODECS, Codec
 from shoestring.techniques.technique import Risk
 
 
-class Int8:
+class Byte:
     """What is stored of one tensor: 8-bit codes and their scale. `take()` gives back what the backward pass reads."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -26,8 +26,13 @@ class Int8:
         return self.codes.to(self.dtype).mul_(self.scale)
 
 
-# `opened()` is entered once per pass and yields the function that packs a tensor; `takes(tensor)` says which ones.
-CODECS["int8"] = Codec("int8", opened=lambda: nullcontext(Int8), takes=torch.is_floating_point, risk=Risk.APPROXIMATE)
+def takes(tensor: torch.Tensor, channel: int) -> bool:
+    """Which tensors are for it; `channel` is the dimension of their channels."""
+    return tensor.is_floating_point()
+
+
+# `opened()` is entered once per pass and yields the function that packs a tensor.
+CODECS["byte"] = Codec("byte", takes, Risk.APPROXIMATE, opened=lambda: nullcontext(Byte))
 
 
 def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -37,7 +42,7 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 def main() -> list[tuple[float, float]]:
     """-> (predicted peak, loss after five updates), plain and with the codec."""
     results = []
-    for plan in (shoestring.Plan(), shoestring.Plan(activations="int8")):
+    for plan in (shoestring.Plan(), shoestring.Plan(activations="byte")):
         torch.manual_seed(0)
         model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
         batch = torch.randn(1024, 256), torch.randint(256, (1024,))

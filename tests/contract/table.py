@@ -79,6 +79,17 @@ PLANS = {
     "offload": (("wrn", "unet", "gpt", "dynamicconv"), Plan(activations="offload")),
     "half": (("wrn", "gpt", "mlp"), Plan(activations="half")),
     "masks": (("dynamicconv", "mlp"), Plan(activations="masks")),
+    "int8": (("wrn", "resnet", "unet"), Plan(activations="int8")),
+    "int4": (("wrn", "resnet", "unet"), Plan(activations="int4")),
+    "int2": (("wrn",), Plan(activations="int2")),
+    "pool2": (("wrn", "resnet", "unet"), Plan(activations="pool2")),
+    "pool4+int2": (("wrn", "resnet"), Plan(activations="pool4+int2")),
+    "int8 of batch norm too": (("wrn",), Plan(activations="int8,*:batch_norm=int8")),
+    "int8, residual-2*, microbatch": (
+        ("wrn",),
+        Plan(activations="int8", checkpoint="residual-2*", microbatch=6),
+    ),
+    "int8, fp16, no-bn": (("wrn",), Plan(activations="int8", precision="fp16", checkpoint="no-bn")),
     "residual-1, offload": (("wrn", "gpt", "dynamicconv"), Plan(checkpoint="residual-1", activations="offload")),
     "microbatch": (IMAGES, Plan(microbatch=5)),
     "microbatch by tokens": (("dynamicconv",), Plan(microbatch=160)),
@@ -127,6 +138,11 @@ class Nearness(NamedTuple):
 
 NEAR = {
     "half": Nearness(0.001, 0.01),
+    "int8": Nearness(0.02, 0.03),
+    "int4": Nearness(0.3, 0.4),
+    "int8 of batch norm too": Nearness(0.03, 0.04),
+    "int8, residual-2*, microbatch": Nearness(0.03, 0.04),
+    "int8, fp16, no-bn": Nearness(0.08, 0.2),
     "8bit": Nearness(1e-5, 0.01),
     "8bit, no-gradient": Nearness(1e-5, 0.01),
     "fp16": Nearness(0.08, 0.2),
@@ -135,9 +151,10 @@ NEAR = {
     "everything": Nearness(0.08, 0.08),
 }
 OTHER_METHODS = ("sm3", "adafactor")
+COARSE = ("int2", "pool2", "pool4+int2")  # how near they come is what `shoestring fidelity` measures
 SPARSE = [cell for cell in CELLS if PLANS[cell[1]][1].nonzero]
 NEAR_CELLS = [cell for cell in CELLS if cell[1] in NEAR]
-EXACT_CELLS = [cell for cell in CELLS if cell not in SPARSE and cell[1] not in (*NEAR, *OTHER_METHODS)]
+EXACT_CELLS = [cell for cell in CELLS if cell not in SPARSE and cell[1] not in (*NEAR, *OTHER_METHODS, *COARSE)]
 
 
 def task(model: str) -> Task:

@@ -78,11 +78,19 @@ def test_averages_are_those_of_pytorch_and_of_what_is_there_at_the_edges(k, last
     got = pool(x, k)
     assert got.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
     right = torch.empty(got.shape, dtype=torch.float64)
-    reference.pool(right, x.double(), k)
+    reference.pool(right, x.double(), k, last)
     torch.testing.assert_close(got.double(), right, rtol=1e-6, atol=1e-6)
     if k <= 11:
         inside = F.avg_pool2d(x, k)  # the blocks that are whole
         torch.testing.assert_close(got[:, :, : inside.shape[2], : inside.shape[3]], inside, rtol=1e-5, atol=1e-6)
+
+
+def test_samples_with_gaps_between_them_and_single_pixels_are_averaged_too():
+    tokens = torch.randn(3, 17, 6)
+    grid = tokens[:, 1:].view(3, 4, 4, 6).permute(0, 3, 1, 2)  # patches of a transformer, its class token left out
+    torch.testing.assert_close(pool(grid, 2), F.avg_pool2d(grid.contiguous(), 2))
+    whole = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
+    torch.testing.assert_close(pool(whole, 4), whole.mean((2, 3), keepdim=True))
 
 
 def test_a_gradient_is_added_to_the_one_that_is_there():

@@ -47,7 +47,7 @@ def spilled(rules, loss, model=None):
     model = model or nn.Module()
     with SavedPass(Settings(rules).parsed)(model) as saver:
         kept = loss()
-        keeper = saver.keepers["offload"]
+        keeper = saver.stores["offload"]
         assert kept is not None
         return keeper.args[0].end, saver.taken
 
@@ -223,7 +223,7 @@ def test_the_file_has_no_name_and_is_gone_after_the_pass(tmp_path, monkeypatch):
         loss = model(x).sum()
         assert not list(tmp_path.iterdir())
         loss.backward()
-    assert saver.keepers["offload"].args[0].file.closed
+    assert saver.stores["offload"].args[0].file.closed
 
 
 def test_a_full_disk_is_told_and_the_next_step_works(tmp_path, monkeypatch):

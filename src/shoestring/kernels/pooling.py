@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import code, forms, planar
+from .calls import code, forms
 from .core import core, threads
 from .define import define
 from .references import pooling as reference
@@ -24,26 +24,26 @@ Pair = Sequence[int]
 Launch = Callable[..., None]
 
 
-def _pool(launch: Launch, out: Tensor, x: Tensor, k: int) -> None:
+def _pool(launch: Launch, out: Tensor, x: Tensor, k: int, last: bool) -> None:
     n, c, height, width = x.shape
-    planes, inner = (n * c, 1) if planar(x) else (n, c)
+    planes, apart, inner = (n, x.stride(0), c) if last else (n * c, height * width, 1)
     count = max(1, min(threads(), planes))
     scratch = x.new_empty(count * (width + -(-width // k)) * inner, dtype=torch.float32)
-    launch(core.pool, x, code(x), planes, height, width, inner, k, out, scratch, count)
+    launch(core.pool, x, code(x), planes, apart, height, width, inner, k, out, scratch, count)
 
 
-_pool_op = define("pool(Tensor(a!) out, Tensor x, int k) -> ()", **forms(_pool, reference.pool))
+_pool_op = define("pool(Tensor(a!) out, Tensor x, int k, bool last) -> ()", **forms(_pool, reference.pool))
 
 
 def pool(x: Tensor, k: int) -> Tensor:
     """Maps -> the averages of their k x k blocks, in their own layout and dtype; sums are FP32."""
     if k < 1 or x.dim() != 4:
         raise ShoestringError(f"blocks of {k} x {k} of {tuple(x.shape)} cannot be averaged: pass [N, C, H, W], k >= 1")
-    form = torch.contiguous_format if planar(x) else torch.channels_last
     n, c, height, width = x.shape
-    shape = (n, c, -(-height // k), -(-width // k))
+    last = x.stride()[1:] == (1, width * c, c)  # channels_last, with or without gaps between samples
+    shape, form = (n, c, -(-height // k), -(-width // k)), torch.channels_last if last else torch.contiguous_format
     out = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=form)
-    _pool_op(out, x.contiguous(memory_format=form), k)
+    _pool_op(out, x if last else x.contiguous(), k, last)
     return out
 
 

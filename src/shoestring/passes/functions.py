@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from ..errors import ShoestringError
 from ..kernels.bitmask import pack_bits, unpack_bits
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
-from .saved_tensors import SECOND_BACKWARD, store
+from ..kernels.windows import Window, window_indices, window_places
+from .saved_tensors import SECOND_BACKWARD, OneUse, Stored, StoredInput, is_lossy, store
 
 
 class Statistics(NamedTuple):
@@ -36,13 +37,33 @@ class Product(Protocol):
 
     def bias_gradient(self, grad: Tensor) -> Tensor: ...
 
+    def read(self, x: Tensor) -> Tensor:
+        """What the weight's gradient reads of x, which is all that is stored; most layers read all of it."""
+        ...
 
-def _take(ctx: Any) -> Tensor:
-    """Moves the stored tensor out of `ctx`, so that the caller holds the only reference."""
+    def reading(self) -> "Product":
+        """The layer that has this weight and reads all of what `read` gives."""
+        ...
+
+
+def _stored(ctx: Any) -> Stored:
+    """Moves what a function stored out of `ctx`, so that the caller holds the last reference."""
     kept, ctx.kept = ctx.kept, None
     if kept is None:
         raise ShoestringError(SECOND_BACKWARD)
-    return kept.take()
+    return kept.opened() if isinstance(kept, OneUse) else kept
+
+
+def _take(ctx: Any) -> Tensor:
+    return _stored(ctx).take()
+
+
+def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
+    """From the stored input, as it is stored if that can be."""
+    kept, layer = _stored(ctx), ctx.product.reading()
+    if isinstance(kept, StoredInput):
+        return kept.weight_gradient(layer, grad)
+    return layer.weight_gradient(grad, kept.take(), None)
 
 
 class LeanProduct(torch.autograd.Function):
@@ -59,10 +80,19 @@ class LeanProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        weight = ctx.product.weight_gradient(grad, _take(ctx), None) if wants_weight else None
+        weight = _weight_gradient(ctx, grad) if wants_weight else None
         bias = ctx.product.bias_gradient(grad) if wants_bias else None
         x = ctx.product.input_gradient(grad, ctx.shape) if wants_x else None
         return x, weight, bias, None, None
+
+
+PIECE_BYTES = 1 << 20
+
+
+def _relu_mask(x: Tensor, fold: tuple[Tensor, Tensor]) -> Tensor:
+    """One bit per element: where relu(norm(x)) lets pass. A few samples at a time, if these fill whole bytes."""
+    count = max(1, PIECE_BYTES * len(x) // x.nbytes) if x[0].numel() % 8 == 0 else len(x)
+    return torch.cat([pack_bits(batch_norm_apply(part, *fold, relu=False) > 0) for part in x.split(count)])
 
 
 class NormReluProduct(torch.autograd.Function):
@@ -73,7 +103,9 @@ class NormReluProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, gamma: Any, beta: Any, weight: Tensor, bias: Any, statistics: Any, product: Any, kept: Any
     ) -> Tensor:
         ctx.product, ctx.kept, ctx.statistics, ctx.norm = product, kept, statistics, (gamma, beta)
-        return product.forward(x, batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta))
+        fold = batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta)
+        ctx.mask = _relu_mask(x, fold) if is_lossy(kept) else None  # of a lossy x it would not be the one that was
+        return product.forward(x, fold)
 
     @staticmethod
     @once_differentiable
@@ -83,7 +115,9 @@ class NormReluProduct(torch.autograd.Function):
         weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
         bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
         between = product.input_gradient(grad, x.shape)
-        gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=True, out=between)
+        if ctx.mask is not None:
+            between.masked_fill_(unpack_bits(ctx.mask, x.numel()).logical_not_().view(x.shape), 0)
+        gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=ctx.mask is None, out=between)
         return *_wanted(ctx, gradients), weight, bias, None, None, None
 
 
@@ -124,6 +158,40 @@ class LeanRelu(torch.autograd.Function):
         return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 would be NaN
 
 
+class LeanReluInPlace(torch.autograd.Function):
+    """relu_(x): saves one bit per element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
+        ctx.kept = kept
+        ctx.mark_dirty(x)
+        return x.clamp_min_(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return LeanRelu.backward(ctx, grad)
+
+
+class LeanMaxPool(torch.autograd.Function):
+    """max_pool2d(x): saves the place of each maximum in its window, a byte, in place of x and 64-bit indices."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Window) -> Tensor:
+        y, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
+        ctx.kept = store(window_places(indices, x.shape, window))
+        ctx.window, ctx.like = window, (x.shape, x.dtype, x.device)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        shape, dtype, device = ctx.like
+        indices = window_indices(_take(ctx).view(grad.shape), shape, ctx.window)
+        like = torch.empty(1, dtype=dtype, device=device).expand(shape)  # only its shape is read
+        return torch.ops.aten.max_pool2d_with_indices_backward(grad, like, *ctx.window, indices), None
+
+
 class LeanDropout(torch.autograd.Function):
     """dropout(x): saves one bit per element; draws the same random numbers as PyTorch."""
 
@@ -140,8 +208,9 @@ class LeanDropout(torch.autograd.Function):
 
 
 def lean_product(x: Tensor, weight: Tensor, bias: Tensor | None, product: Product) -> Tensor:
-    """A dense or sparse convolution or linear layer that frees its input before it makes the input's gradient."""
-    return LeanProduct.apply(x, weight, bias, product, store(x) if weight.requires_grad else None)
+    """A dense or sparse convolution or linear layer that lets go of its input before it makes the input's gradient."""
+    kept = store(product.read(x)) if weight.requires_grad else None
+    return LeanProduct.apply(x, weight, bias, product, kept)
 
 
 def norm_relu_product(
@@ -159,6 +228,16 @@ def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bo
 def lean_relu(x: Tensor) -> Tensor:
     """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
     return LeanRelu.apply(x, store(pack_bits((x <= 0).logical_not_())))
+
+
+def lean_relu_in_place(x: Tensor) -> Tensor:
+    """In-place ReLU with a 1-bit mask."""
+    return LeanReluInPlace.apply(x, store(pack_bits((x <= 0).logical_not_())))
+
+
+def lean_max_pool(x: Tensor, window: Window) -> Tensor:
+    """Max-pooling of maps that saves a byte per output."""
+    return LeanMaxPool.apply(x, window)
 
 
 def lean_dropout(x: Tensor, probability: float) -> Tensor:

@@ -1,6 +1,7 @@
 """PyTorch's dense convolution and linear layer as `functions.Product`s: forward, and each gradient on its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +13,18 @@ from .widened import is_narrow
 Pair = tuple[Tensor, Tensor]
 
 
+class Layer:
+    """A layer whose weight's gradient reads all of its input."""
+
+    def read(self, x: Tensor) -> Tensor:
+        return x
+
+    def reading(self) -> Any:
+        return self
+
+
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(Layer):
     """A dense 2-d convolution."""
 
     weight: Tensor
@@ -40,7 +51,37 @@ class Convolution:
 
 
 @dataclass(frozen=True)
-class Linear:
+class PlainConvolution(Convolution):
+    """A dense 2-d convolution by PyTorch's own operators, with their bits in the forward pass."""
+
+    def forward(self, x: Tensor, prologue: Pair | None) -> Tensor:
+        assert prologue is None, "PyTorch's convolution reads its input as it is"
+        return torch.conv2d(x, self.weight, self.bias, *self._geometry())
+
+    def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
+        return self._backward(grad, x, [False, True, False])[1]
+
+    def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        return self._backward(grad, grad.new_empty(1).expand(shape), [True, False, False])[0]  # only its shape is read
+
+    def _backward(self, grad: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
+        geometry = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
+        return torch.ops.aten.convolution_backward(grad, x, self.weight, None, *geometry, wanted)
+
+    def read(self, x: Tensor) -> Tensor:
+        """A 1 x 1 convolution of stride s reads one pixel of s x s."""
+        rows, columns = self.stride
+        return x[:, :, ::rows, ::columns].contiguous() if self._skips() else x
+
+    def reading(self) -> Convolution:
+        return replace(self, stride=(1, 1)) if self._skips() else self
+
+    def _skips(self) -> bool:
+        return self.weight.shape[2:] == (1, 1) and not any(self.padding) and max(self.stride) > 1
+
+
+@dataclass(frozen=True)
+class Linear(Layer):
     """A dense linear layer."""
 
     weight: Tensor

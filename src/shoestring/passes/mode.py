@@ -25,11 +25,20 @@ from torch.utils import _pytree as pytree
 
 from ..ambient import Ambient
 from ..kernels.norm import batch_norm_statistics
+from ..kernels.windows import Window
 from ..ledger import Phase
 from ..phases import current_phase
 from ..task import Task
-from .functions import Statistics, lean_dropout, lean_product, lean_relu, norm_relu_product
-from .layers import Convolution, Linear
+from .functions import (
+    Statistics,
+    lean_dropout,
+    lean_max_pool,
+    lean_product,
+    lean_relu,
+    lean_relu_in_place,
+    norm_relu_product,
+)
+from .layers import Convolution, Linear, PlainConvolution
 from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_arguments
 from .placeholders import METADATA, Norm, Placeholders, Record
 from .saved_tensors import Stored, store
@@ -47,6 +56,7 @@ class ModeOptions:
     masks: bool = True  # ReLU and dropout save one bit per element
     products: bool = True  # convolution and linear free their input before they compute its gradient
     every: int = 0  # operations per region of the tape; 0: no tape
+    stores: bool = False  # PyTorch's own convolution and linear hand their input to the store, in one piece
 
 
 @dataclass(frozen=True)
@@ -161,8 +171,8 @@ class LeanMode(TorchFunctionMode):
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
     def _handler(self, func: Any, args: tuple, kwargs: dict) -> "Callable | None":
-        if func in NORM:
-            return LeanMode._norm
+        if func in NORM:  # where only inputs are stored, the forward pass is PyTorch's own
+            return LeanMode._norm if self.options.products or not self.options.stores else None
         if func not in _HANDLERS and func not in _PRODUCTS:
             return None
         if func in _LAYERS and torch.is_autocast_enabled("cpu"):
@@ -228,10 +238,20 @@ class LeanMode(TorchFunctionMode):
         x, in_place = call["input"], func in _IN_PLACE or call["inplace"]
         if (record := self.placeholders.record(x)) and record.norm and not record.activated and torch.is_grad_enabled():
             return self._activated(x, record, in_place)
-        if not self.options.masks or in_place or not torch.is_grad_enabled():
+        if not self.options.masks or not torch.is_grad_enabled():
             args, kwargs = self.placeholders.real((args, kwargs))
             return func(*args, **kwargs)
-        return lean_relu(self.placeholders.real(x))
+        x = self.placeholders.real(x)
+        if in_place:
+            return lean_relu_in_place(x) if x.requires_grad and not x.is_leaf else func(x)
+        return lean_relu(x)
+
+    def _max_pool(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        call = _max_pool_arguments(*args, **kwargs)
+        x, window = call["input"], call["window"]
+        if not self.options.masks or not x.requires_grad or x.dim() != 4 or not window.fits_a_byte():
+            return func(*args, **kwargs)
+        return lean_max_pool(x, window)
 
     def _activated(self, x: Tensor, record: Record, in_place: bool) -> Tensor:
         """ReLU of a placeholder: another placeholder if a convolution is to follow, else batch norm and ReLU as one."""
@@ -251,12 +271,14 @@ class LeanMode(TorchFunctionMode):
 
     def _convolution(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _convolution_arguments(*args, **kwargs)
-        if not self.options.products or call["input"].dim() != 4 or isinstance(call["padding"], str):
+        ours = self.options.products or self.options.stores
+        if not ours or call["input"].dim() != 4 or isinstance(call["padding"], str):
             args, kwargs = self.placeholders.real((args, kwargs))
             return func(*args, **kwargs)
         x = call.pop("input")
         call |= self.placeholders.real({"weight": call["weight"], "bias": call["bias"]})
-        return self._product(x, call["weight"], call["bias"], Convolution(**call))
+        layer = Convolution if self.options.products else PlainConvolution
+        return self._product(x, call["weight"], call["bias"], layer(**call))
 
     def _sparse(self, func: Any, args: tuple, kwargs: dict) -> Any:
         return self._product(*args, **kwargs)
@@ -275,7 +297,8 @@ class LeanMode(TorchFunctionMode):
     def _linear(self, func: Any, args: tuple, kwargs: dict) -> Any:
         call = _linear_arguments(*args, **kwargs)
         x, weight, bias = call["input"], call["weight"], call["bias"]
-        return lean_product(x, weight, bias, Linear(weight, bias)) if self.options.products else func(*args, **kwargs)
+        ours = self.options.products or self.options.stores
+        return lean_product(x, weight, bias, Linear(weight, bias)) if ours else func(*args, **kwargs)
 
     def _widened(self, func: Any, args: tuple, kwargs: dict) -> Any:
         return widened(func, args, kwargs)
@@ -352,6 +375,15 @@ def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> dict[str, An
     return locals()
 
 
+def _max_pool_arguments(
+    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    kernel = _pairs(kernel_size)
+    steps = kernel if stride is None or (not isinstance(stride, int) and not stride) else _pairs(stride)
+    return {"input": input, "window": Window(kernel, steps, _pairs(padding), _pairs(dilation), ceil_mode)}
+
+
 def _dropout_arguments(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> dict[str, Any]:
     return locals()
 
@@ -373,6 +405,6 @@ _HANDLERS: dict[Any, Callable] = (
     dict.fromkeys(RELU, LeanMode._relu)
     | dict.fromkeys(CONVOLUTION, LeanMode._convolution)
     | {F.dropout: LeanMode._dropout, F.linear: LeanMode._linear, sparse_convolution: LeanMode._sparse}
-    | {F.instance_norm: LeanMode._instance_norm}
+    | {F.instance_norm: LeanMode._instance_norm, F.max_pool2d: LeanMode._max_pool, torch.max_pool2d: LeanMode._max_pool}
 )
 _TAKES_PLACEHOLDERS = {LeanMode._relu, LeanMode._convolution, LeanMode._sparse}

@@ -9,7 +9,7 @@ bits, or a file, and so on. Without any, the tensor itself is stored.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -62,11 +62,27 @@ class OneUse:
     def __init__(self, stored: "Stored") -> None:
         self.stored: Stored | None = stored
 
-    def take(self) -> Tensor:
+    def opened(self) -> "Stored":
+        """What is shared itself; this use is over."""
         stored, self.stored = self.stored, None
         if stored is None:
             raise ShoestringError(SECOND_BACKWARD)
-        return stored.take()
+        return stored
+
+    def take(self) -> Tensor:
+        return self.opened().take()
+
+
+@runtime_checkable
+class StoredInput(Protocol):
+    """The input of a layer in a form from which the weight's gradient can be made without the whole input."""
+
+    def weight_gradient(self, layer: Any, grad: Tensor) -> Tensor: ...
+
+
+def is_lossy(stored: Stored) -> bool:
+    """Whether what comes back is not what was stored."""
+    return isinstance(stored.stored if isinstance(stored, OneUse) else stored, StoredInput)
 
 
 Store = Callable[[Tensor], Stored]

@@ -22,6 +22,7 @@ from ..kernels.sparse_conv import (
 from ..kernels.sparse_embedding import sparse_embedding_forward, sparse_embedding_gradient
 from ..kernels.sparse_linear import sparse_linear_forward, sparse_linear_input_gradient, sparse_linear_weight_gradient
 from .functions import Product, lean_product
+from .layers import Layer
 
 Pair = tuple[Tensor, Tensor]
 
@@ -61,7 +62,7 @@ class _EmbeddingLookup(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class SparseConvolution:
+class SparseConvolution(Layer):
     """A sparse 2-d convolution."""
 
     values: Tensor
@@ -93,8 +94,8 @@ class SparseConvolution:
 
 
 @dataclass(frozen=True)
-class SparseMatrix:
-    """A sparse linear layer; nothing is fused into it."""
+class SparseMatrix(Layer):
+    """A sparse linear layer; nothing is read before it."""
 
     values: Tensor
     index: Tensor

@@ -5,48 +5,37 @@ The card is docs/techniques/activations.md.
     activations="offload"                    every saved tensor goes to a file and comes back when it is needed; exact
     activations="half"                       every saved tensor is rounded to 16 bits; approximate
     activations="masks"                      ReLU and dropout save one bit per element; exact
+    activations="pool2", "pool4"             inputs of layers as averages of 2 x 2 or 4 x 4 pixels; approximate
+    activations="int8", "int4", "int2"       inputs of layers in a few bits, rounded stochastically; approximate
+    activations="pool8+int2"                 averages, and in 2 bits what they leave out; approximate
     activations="blocks.*=offload"           only tensors saved inside these modules
     activations="head:softmax=half,offload"  16 bits for what softmax saves inside `head`, a file for everything else
 
-The first matching rule decides. Parameters, buffers and the model's inputs are alive anyway and stay as they are, and
-so do small tensors.
+The first matching rule decides. pool and int (compressed.py) take the inputs of convolutions and linear layers, where
+an error stays in the weight's gradient, and those of checkpointed regions; other operations only where a rule names
+them ("*:batch_norm=int8"). The forward pass and the loss are the same to the bit, and ReLU saves a mask beside them.
+Parameters, buffers and the model's inputs are alive anyway and stay as they are, and so do small tensors.
 """
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import module as module_hooks
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from ...errors import NoEffect, ShoestringError
-from ...ledger import Phase
 from ...passes.mode import askers_of, mode_context, with_mode
-from ...passes.saved_tensors import AsIs, Deduplicated, OneUse, Store, Stored, storing
-from ...phases import current_phase
+from ...passes.saved_tensors import AsIs, storing
 from ...profiling.dry import dry_run
-from ...structure import tensors
 from ...task import Task
 from ..checkpoint import has_norms
 from ..technique import Bounds, Price, Risk, Technique
-from .codecs import CODECS, View
+from .codecs import codec_of
+from .saving import SMALL_BYTES, Rule, SavedPass, Saver, is_compressing, storage_number
 
-SMALL_BYTES = 64 * 1024
-EXAMPLES = 'offload, half, masks, "blocks.*=offload" or "head:softmax=half,offload"'
-
-
-class Rule(NamedTuple):
-    """Tensors that `operation` saves in `module` (both with * and ?) are stored by `codec`."""
-
-    module: str
-    operation: str
-    codec: str
+EXAMPLES = 'offload, half, masks, pool2, int4, pool8+int2, "blocks.*=offload" or "head:softmax=half,offload"'
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class Settings:
 
 def _rule(text: str) -> Rule:
     where, _, codec = text.rpartition("=")
-    if codec not in CODECS:
+    if codec_of(codec) is None:
         raise ShoestringError(f"there is no codec {codec!r} (of {text!r}): use {EXAMPLES}")
     module, _, operation = where.partition(":")
     return Rule(module or "*", operation or "*", codec)
@@ -83,7 +72,7 @@ def _rule(text: str) -> Rule:
 
 def risk(task: Task, rules: str) -> Risk:
     """The highest of the codecs' risks."""
-    return max((CODECS[rule.codec].risk for rule in Settings(rules).parsed), default=Risk.EXACT)
+    return max((found.risk for rule in Settings(rules).parsed if (found := codec_of(rule.codec))), default=Risk.EXACT)
 
 
 def options(task: Task) -> list[str]:
@@ -117,9 +106,10 @@ def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task, which stores the activations that its operations save in another form."""
     if settings.masks:
         task = _with_masks(task)
-    if settings.parsed:
-        task = _with_rules(task, settings.parsed)
-    return task
+    rules = settings.parsed
+    if any(is_compressing(rule) for rule in rules):
+        task = _with_stores(task)
+    return _with_rules(task, rules) if rules else task
 
 
 TECHNIQUE = Technique(Settings, apply, options, risk, refuses=refuses, bounds=bounds)
@@ -140,6 +130,13 @@ def _with_masks(task: Task) -> Task:
     return lean
 
 
+def _with_stores(task: Task) -> Task:
+    """Layers hand their inputs to the rules, and ReLU keeps a mask: else it would hold the next layer's input."""
+    if mode_context(task) is None:
+        return with_mode(task, "activations", fuse=False, masks=True, products=False, stores=True)[0]
+    return with_mode(task, "activations", masks=True, stores=True)[0]
+
+
 def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
     for rule in rules:
         if not any(fnmatchcase(path, rule.module) for path, _ in task.model.named_modules()):
@@ -154,114 +151,6 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
             "rules of activations: leave it out, or name other modules"
         )
     return lean
-
-
-# -- the pass ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class SavedPass:
-    """The context of a pass in which the rules decide how saved tensors are stored."""
-
-    rules: tuple[Rule, ...]
-
-    @contextmanager
-    def __call__(self, model: nn.Module) -> Iterator["Saver"]:
-        with ExitStack() as stack:
-            keepers = {name: stack.enter_context(CODECS[name].opened()) for name in {r.codec for r in self.rules}}
-            saver = Saver(self.rules, keepers, model)
-            stack.enter_context(saver.place.following(model))
-            stack.enter_context(storing(saver.keep))
-            yield saver
-
-
-class Saver:
-    """Applies the rules. A tensor is packed once; for a view, the view or its base, whichever is smaller."""
-
-    def __init__(self, rules: tuple[Rule, ...], keepers: dict[str, Store], model: nn.Module) -> None:
-        self.rules, self.keepers, self.place = rules, keepers, Place(model)
-        self.shared = {name: Deduplicated() for name in keepers}
-        self.taken = 0
-
-    def keep(self, tensor: Tensor) -> Stored:
-        codec = self._codec()
-        if codec == "whole" or tensor.layout != torch.strided or self.place.holds(tensor):
-            return AsIs(tensor)
-        with torch.no_grad(), torch._C.DisableTorchFunction():
-            storage_bytes = tensor.untyped_storage().nbytes()
-            if tensor.nbytes < SMALL_BYTES:
-                # A small view would keep its whole base alive.
-                return AsIs(tensor.detach().clone() if storage_bytes >= SMALL_BYTES else tensor)
-            if not CODECS[codec].takes(tensor):
-                return AsIs(tensor)
-            self.taken += 1
-            if tensor.nbytes >= storage_bytes:
-                base = _base(tensor)
-                return View(tensor, OneUse(self.shared[codec].once(base, self.keepers[codec])))
-            return OneUse(self.shared[codec].once(tensor.detach(), self.keepers[codec]))
-
-    def _codec(self) -> str:
-        module, operation = self.place.module, self.place.operation
-        fitting = (r.codec for r in self.rules if fnmatchcase(module, r.module) and fnmatchcase(operation, r.operation))
-        return next(fitting, "whole")
-
-
-def _base(tensor: Tensor) -> Tensor:
-    """All of a tensor's storage, flat."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return tensor.detach().as_strided((count,), (1,), 0)
-
-
-class Place(TorchFunctionMode):
-    """Tracks the running operation and its module, and the tensors that are alive outside the pass anyway."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.thread = threading.get_ident()  # hooks for all modules are called in every thread
-        self.modules = [""]
-        self.operation = ""
-        self.held = {_number(t) for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided}
-        self.inputs: list[StorageWeakRef] = []  # while they live, no new storage gets the same number
-
-    @property
-    def module(self) -> str:
-        return self.modules[-1]
-
-    def holds(self, tensor: Tensor) -> bool:
-        return _number(tensor) in self.held
-
-    @contextmanager
-    def following(self, model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.callback(module_hooks.register_module_forward_pre_hook(self._enter).remove)
-            stack.callback(module_hooks.register_module_forward_hook(self._leave, always_call=True).remove)
-            stack.enter_context(self)
-            yield
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if threading.get_ident() != self.thread:
-            return
-        if (
-            len(self.modules) == 1 and current_phase() != Phase.RECOMPUTE
-        ):  # what the model is called with is the caller's
-            inputs = [tensor for tensor in tensors(args) if not tensor.requires_grad]
-            self.inputs += [StorageWeakRef(tensor.untyped_storage()) for tensor in inputs]
-            self.held |= {_number(tensor) for tensor in inputs}
-        self.modules.append(self.paths.get(id(module), self.module))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self.thread:
-            self.modules.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        outer, self.operation = self.operation, getattr(func, "__name__", "")
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self.operation = outer
-
-
-def _number(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 # -- rehearsals -------------------------------------------------------------------------------------------------
@@ -282,7 +171,7 @@ def saved_bytes(task: Task) -> int:
         found: dict[int, Tensor] = {}
 
         def note(tensor: Tensor) -> AsIs:
-            found[_number(tensor)] = tensor
+            found[storage_number(tensor)] = tensor
             return AsIs(tensor)
 
         with storing(note), _forward(task, batch):

@@ -6,6 +6,7 @@ A codec is opened per pass and then is a function from a tensor to what is store
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,7 @@ from ...errors import ShoestringError
 from ...passes.saved_tensors import AsIs, Store, Stored
 from ...units import format_bytes
 from ..technique import Risk
+from .compressed import pack_both, pack_int, pack_pool, takes_floats, takes_pool
 
 PIECE_BYTES = 1 << 20  # of a tensor that is not in one piece, so much is copied at a time
 LARGEST_HALF = torch.finfo(torch.float16).max
@@ -165,27 +167,45 @@ def offload() -> Iterator[Store]:
 
 
 class Codec(NamedTuple):
-    """`opened()` gives the codec for a pass; `takes(tensor)` says whether it can store the tensor."""
+    """`opened()` gives the store of a pass, or `pack(tensor, channel, draw)` compresses a tensor (compressed.py).
+
+    `takes(tensor, channel)` tells whether the tensor is one for it; `channel` is the dimension of its channels.
+    """
 
     name: str
-    opened: Callable[[], AbstractContextManager[Store]]
-    takes: Callable[[Tensor], bool]
+    takes: Callable[[Tensor, int], bool]
     risk: Risk
+    opened: Callable[[], AbstractContextManager[Store]] | None = None
+    pack: Callable[..., Stored] | None = None
 
 
-def _any(tensor: Tensor) -> bool:
+def _any(tensor: Tensor, channel: int) -> bool:
     return True
 
 
-def _wide(tensor: Tensor) -> bool:
+def _wide(tensor: Tensor, channel: int) -> bool:
     return tensor.dtype in (torch.float32, torch.float64)
 
 
 CODECS = {
     codec.name: codec
     for codec in (
-        Codec("whole", whole, _any, Risk.EXACT),
-        Codec("half", half, _wide, Risk.APPROXIMATE),
-        Codec("offload", offload, _any, Risk.EXACT),
+        Codec("whole", _any, Risk.EXACT, opened=whole),
+        Codec("half", _wide, Risk.APPROXIMATE, opened=half),
+        Codec("offload", _any, Risk.EXACT, opened=offload),
     )
 }
+COMPRESSING = re.compile(r"pool(?P<k>[1-9]\d*)(\+int(?P<rest>[842]))?|int(?P<bits>[842])")
+
+
+def codec_of(word: str) -> Codec | None:
+    """A codec's word -> the codec: one of CODECS, poolK, intB or poolK+intB; None if it is none of these."""
+    if word in CODECS:
+        return CODECS[word]
+    if (found := COMPRESSING.fullmatch(word)) is None or found["k"] == "1":
+        return None
+    if found["bits"]:
+        return Codec(word, takes_floats, Risk.APPROXIMATE, pack=pack_int(int(found["bits"])))
+    k = int(found["k"])
+    pack = pack_both(k, int(found["rest"])) if found["rest"] else pack_pool(k)
+    return Codec(word, takes_pool(k), Risk.APPROXIMATE, pack=pack)
