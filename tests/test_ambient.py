@@ -36,7 +36,7 @@ def test_a_context_leaves_the_other_fields_as_somebody_else_has_changed_them():
 
 
 def test_a_field_that_does_not_exist_is_refused():
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError):
         Ambient.change(faze=Phase.FORWARD)
 
 

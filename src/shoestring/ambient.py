@@ -9,16 +9,14 @@ of a `with` block. There is one for each thread; PyTorch runs the backward pass 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from .ledger import Phase
 
 
-@dataclass(frozen=True)
-class Ambient:
+class Ambient(NamedTuple):
     """Beside each field, the module that sets it."""
 
     phase: Phase = Phase.BUILD  # phases: the part of the step that is running,
@@ -38,7 +36,7 @@ class Ambient:
     @staticmethod
     def change(**fields: Any) -> None:
         """Replaces some fields until they are changed the next time."""
-        _ambient.set(replace(_ambient.get(), **fields))
+        _ambient.set(_ambient.get()._replace(**fields))
 
     @staticmethod
     @contextmanager
