@@ -9,7 +9,7 @@ from shoestring import ShoestringError, builtin
 from shoestring.models import materialise
 from shoestring.models.build import leaves_first, materialise_module
 
-NAMES = ["wrn-10-1", "resnet18", "vit-tiny", "dynamicconv-iwslt"]
+NAMES = ["wrn-10-1", "resnet18", "resnet18-imagenet", "vit-tiny", "dynamicconv-iwslt"]
 
 
 @pytest.mark.parametrize("name", NAMES)

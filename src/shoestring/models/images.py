@@ -41,6 +41,13 @@ def resnet18(
     return Task(on_meta(ResNet18, classes, stem), classification_loss, images, CONVNET_SGD)
 
 
+def resnet18_imagenet(
+    generator: torch.Generator, batch: int = 32, classes: int | None = None, image: int | None = None
+) -> Task:
+    """ResNet-18 with the ImageNet stem."""
+    return resnet18(generator, batch, "imagenet", classes, image)
+
+
 def vit_tiny(generator: torch.Generator, batch: int = 100, classes: int = 10, image: int = 32) -> Task:
     """A vision transformer of 12 layers and width 192 on 4 x 4 patches."""
     images = random_images(generator, batch, classes, image)

@@ -10,11 +10,12 @@ import torch
 from ..errors import ShoestringError
 from ..task import Task
 from .build import check_count, materialise
-from .images import resnet18, vit_tiny, wide_resnet
+from .images import resnet18, resnet18_imagenet, vit_tiny, wide_resnet
 from .translation import dynamicconv_iwslt
 
 MAKERS: dict[str, Callable[..., Task]] = {
     "resnet18": resnet18,
+    "resnet18-imagenet": resnet18_imagenet,
     "dynamicconv-iwslt": dynamicconv_iwslt,
     "vit-tiny": vit_tiny,
 }
