@@ -5,12 +5,23 @@ from table import CELLS, STATELESS, lean
 
 from metering import measured, predicted
 
+EXACTLY = 1e-4  # of the peak
+# Cells that are further off, by at most so many bytes; why is not known yet.
+OFF = {
+    ("gpt", "every-3"): 10_500,
+    ("wrn", "every-3"): 2_000,
+    ("gpt", "fp16"): 3_200,
+    ("vit", "fp16"): 3_400,
+    ("dynamicconv", "fp16, residual-1, microbatch by tokens"): 700,
+}
+
 
 @pytest.mark.parametrize(("model", "plan"), CELLS)
 def test_the_predicted_peak_is_the_measured_one(model, plan):
     task = lean(model, plan)
     steps = 1 if task.optimizer == STATELESS else 2
-    assert predicted(task, brief=True).peak_bytes == pytest.approx(measured(task, steps).peak_bytes, rel=0.02)
+    peak, off = measured(task, steps).peak_bytes, OFF.get((model, plan), 0)
+    assert predicted(task, brief=True).peak_bytes == pytest.approx(peak, rel=0, abs=off or EXACTLY * peak)
 
 
 @pytest.mark.parametrize(("model", "plan"), [("mlp", "8bit"), ("wrn", "everything"), ("gpt", "residual-2*")])
