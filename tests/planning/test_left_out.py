@@ -12,6 +12,8 @@ from shoestring import Adam, NoPlanFits, ShoestringError, Task
 from shoestring.planning.search import Search, plan
 from shoestring.profiling import profile
 from shoestring.rates import Rates
+from shoestring.reporting.plans import left_out
+from shoestring.techniques.optimizer.factored import SM3
 from shoestring.techniques.registry import REGISTRY
 from shoestring.techniques.technique import Risk
 
@@ -108,6 +110,31 @@ def test_a_refusal_is_told_in_the_plan_and_is_no_warning(broken):
     reasons = {row["reason"]: row for row in found.left_out}
     assert "checkpoint no-bn" in reasons["it does not suit"]["options"] and lines == []
     assert type(found).from_json(found.to_json()) == found
+
+
+class Scale(nn.Module):
+    """Has no layer: one parameter, used directly."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("nonzero", "Scale has no layer to make sparse"),
+        ("microbatch", "a batch of one cannot be split"),
+        ("optimizer", "SM3 has factored state already"),
+    ],
+)
+def test_a_technique_that_has_nothing_to_offer_says_why_when_the_plan_is_explained(name, reason):
+    found = plan(Task(Scale(), squares, torch.randn(1, 64), SM3(0.1)), "1GB", rates=RATES)
+    (line,) = [line for line in left_out(found) if line.startswith(f"  - {name}:")]
+    assert reason in line
 
 
 def test_an_error_of_plain_training_is_raised_as_it_is():
