@@ -267,10 +267,10 @@ def table(rows: dict[str, Any]) -> str:
     lines = [
         "# A zoo of real models",
         "Small configurations with random weights of architectures that we did not write, trained with Adam in FP32.",
-        "`make test-zoo` makes this page; a cell that does not hold is in bold, as it is.",
+        "`make test-zoo` (`python benchmarks/zoo.py`) makes this page; a cell that does not hold is in bold, as it is.",
         "",
         f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} on {some['cpu']}, 1 thread, with {versions}.",
-        f"{len(rows)} models, {plans} plans, {len(failures(rows))} cells that do not hold.",
+        f"{len(rows)} of {len(MODELS)} models so far, {plans} plans, {len(failures(rows))} cells that do not hold.",
         ABOUT.format(within=WITHIN),
         f"| model | plain | {' | '.join(COLUMNS)} |",
         f"|---|---|{'---|' * len(COLUMNS)}",
