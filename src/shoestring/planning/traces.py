@@ -22,7 +22,7 @@ Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratc
 # Room for what no trace sees, which the heap meter does. Of each storage alive at the peak: the headers of storage and
 # tensor, and malloc's own. Of each node of autograd's graph, which is there though its tensors may be on disk: its
 # edges, its saved variables and their hooks. And what a run has once: the optimizer's tables, the files' buffers.
-# Fitted and proved by benchmarks/budgets_kept.py.
+# First measured on a few models; benchmarks/budgets_kept.py fits the second on two and proves it on three others.
 STORAGE_BYTES, NODE_BYTES, ONCE_BYTES = 450, 800, 64 * 1024
 TRACED = tuple(name for name, technique in REGISTRY.items() if technique.effect is None)
 
