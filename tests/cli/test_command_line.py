@@ -22,7 +22,7 @@ def test_help_names_every_command(shoestring):
     assert "profile" in answer.out and "doctor" in answer.out
 
 
-@pytest.mark.parametrize("command", ["doctor", "train", "profile"])
+@pytest.mark.parametrize("command", ["doctor", "train", "profile", "fidelity"])
 def test_help_does_not_wait_for_torch(command):
     code = f"import sys, shoestring.cli.main as m; m.main(['{command}', '-h'])"
     check = "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
@@ -38,7 +38,7 @@ def test_the_version_is_the_packages(shoestring):
 def test_no_command_is_wrong_usage_that_lists_them(shoestring):
     answer = shoestring()
     assert answer.code == 2
-    commands = "profile, plan, train, bench, study, report, doctor"
+    commands = "profile, plan, train, bench, fidelity, study, report, doctor"
     assert answer.complaint == f"name a command: {commands}; see `shoestring --help`"
 
 

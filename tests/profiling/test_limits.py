@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoestring import SGD, Adam, ShoestringError, Task, builtin
+from shoestring import SGD, Adam, Plan, ShoestringError, Task, apply, builtin
 from shoestring.kernels import flops
 from shoestring.measuring import measure_process
 from shoestring.profiling import profile
@@ -143,6 +143,43 @@ def test_a_batch_on_another_device_is_refused():
         elsewhere = torch.zeros(8, 4, device="cuda:0")
     with pytest.raises(ShoestringError, match=r"on different devices \(cpu, cuda:0\): move them to one"):
         profile(task(batch=elsewhere))
+
+
+def by_method(model):
+    model[0].compile(backend="eager")
+    return model
+
+
+def by_forward(model):
+    model[0].forward = torch.compile(model[0].forward, backend="eager")
+    return model
+
+
+def inside(model):
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+@pytest.mark.parametrize("form, name", [
+    (lambda model: torch.compile(model, backend="eager"), "the model (OptimizedModule)"),
+    (by_method, "0 (Linear)"), (by_forward, "0 (Linear)"), (inside, "0 (OptimizedModule)"),
+], ids=["whole", "method", "forward", "inside"])  # fmt: skip
+def test_a_compiled_module_is_refused_by_profiles_and_by_what_looks_at_saved_tensors(form, name):
+    def compiled():
+        return task(form(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))))
+
+    said = re.escape(f"{name} is under torch.compile")
+    with pytest.raises(ShoestringError, match=said):
+        profile(compiled())
+    for word in ("int4", "pool2", "masks"):
+        with pytest.raises(ShoestringError, match=said):
+            apply(compiled(), Plan(activations=word))
+
+
+def test_a_module_that_torch_compile_is_told_to_leave_alone_is_profiled():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].forward = torch.compiler.disable(model[0].forward)
+    assert profile(task(model)).peak_bytes == profile(task(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))).peak_bytes
 
 
 def test_a_mistake_in_the_users_code_stays_their_own_error_and_is_told_once(capfd):

@@ -210,7 +210,7 @@ def test_what_a_region_keeps_goes_to_the_file_too():
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
 
     lean = apply(task(blocks()), Plan(checkpoint="residual-1", activations="offload")).task
-    assert saved.rehearse(lean) == 4  # three blocks' inputs (the first one's is the caller's), and the square's
+    assert saved.saved(lean).taken == 4  # three blocks' inputs (the first one's is the caller's), and the square's
     plain, found = gradients(task(blocks())), gradients(lean)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 

@@ -49,6 +49,7 @@ def dry_run(task: Task, piece: Any, act: Callable[[Any], T]) -> T:
 def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]]:
     """The model on fake tensors -> fakes of these structures. Tensors of the model or the batch that are not learned
     have their values beside them in the tracer."""
+    _refuse_compiled(task)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, _device(task))
     fakes = [faker.tree(tree) for tree in trees]
@@ -60,6 +61,21 @@ def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]
         faker.forget()
         with mode, tracer.choices.drawing(), _as_in_a_run():
             yield fakes
+
+
+def _refuse_compiled(task: Task) -> None:
+    """Refuses modules under torch.compile: inside, no hook or mode of ours sees what is saved, let alone changes it."""
+    for path, module in task.model.named_modules():
+        if module._compiled_call_impl is not None or _is_compiled(module.forward):
+            raise ShoestringError(
+                f"{path or 'the model'} ({type(module).__name__}) is under torch.compile, inside which nothing can be "
+                "followed: leave out compile, or pass the module that it was made from (its _orig_mod)"
+            )
+
+
+def _is_compiled(function: Any) -> bool:
+    wrapped = getattr(function, "_torchdynamo_orig_callable", None) is not None
+    return wrapped and not getattr(function, "_torchdynamo_disable", False)
 
 
 def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:

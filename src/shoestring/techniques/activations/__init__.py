@@ -17,23 +17,19 @@ them ("*:batch_norm=int8"). The forward pass and the loss are the same to the bi
 Parameters, buffers and the model's inputs are alive anyway and stay as they are, and so do small tensors.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
-
 from ...errors import NoEffect, ShoestringError
 from ...passes.mode import askers_of, mode_context, with_mode
-from ...passes.saved_tensors import AsIs, storing
-from ...profiling.dry import dry_run
 from ...task import Task
 from ..checkpoint import has_norms
 from ..technique import Bounds, Price, Risk, Technique
 from .codecs import codec_of
-from .saving import SMALL_BYTES, Rule, SavedPass, Saver, is_compressing, storage_number
+from .rehearsals import saved, saved_bytes
+from .saving import SMALL_BYTES, Rule, SavedPass, is_compressing
 
 EXAMPLES = 'offload, half, masks, pool2, int4, pool8+int2, "blocks.*=offload" or "head:softmax=half,offload"'
 
@@ -145,50 +141,9 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
                 f"the model has no module {rule.module!r} for activations: its modules are {near}, ..."
             )
     lean = task.with_(contexts=(*task.contexts, SavedPass(rules)))
-    if not rehearse(lean):
+    if not saved(lean).taken:
         raise NoEffect(
             f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under the "
             "rules of activations: leave it out, or name other modules"
         )
     return lean
-
-
-# -- rehearsals -------------------------------------------------------------------------------------------------
-def rehearse(task: Task) -> int:
-    """Runs the forward pass of one microbatch on fake tensors -> how many saved tensors the rules matched."""
-
-    def look(batch: Any) -> int:
-        with _forward(task, batch) as savers:
-            return sum(saver.taken for saver in savers)
-
-    return dry_run(task, _piece(task), look)
-
-
-def saved_bytes(task: Task) -> int:
-    """The bytes of all storages that operations save in the forward pass of one microbatch."""
-
-    def look(batch: Any) -> int:
-        found: dict[int, Tensor] = {}
-
-        def note(tensor: Tensor) -> AsIs:
-            found[storage_number(tensor)] = tensor
-            return AsIs(tensor)
-
-        with storing(note), _forward(task, batch):
-            return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
-
-    return dry_run(task, _piece(task), look)
-
-
-@contextmanager
-def _forward(task: Task, batch: Any) -> Iterator[list[Saver]]:
-    """Runs the forward pass of a microbatch -> its savers, while what they saved is alive."""
-    with ExitStack() as stack:
-        entered = [stack.enter_context(context(task.model)) for context in task.contexts]
-        loss = task.loss_of(task.model, batch)
-        yield [saver for saver in entered if isinstance(saver, Saver)]
-        del loss
-
-
-def _piece(task: Task) -> Any:
-    return next(iter(task.split(task.batch)))

@@ -39,6 +39,15 @@ class Rule(NamedTuple):
     codec: str
 
 
+class Kept(NamedTuple):
+    """A tensor that was compressed: where, the parameter that its operation was called with, bytes before and after."""
+
+    module: str
+    weight: str
+    exact_bytes: int
+    stored_bytes: int
+
+
 def is_compressing(rule: Rule) -> bool:
     """Whether the rule's codec compresses the inputs of layers."""
     codec = codec_of(rule.codec)
@@ -90,6 +99,7 @@ class Saver:
         self.shared = {word: Deduplicated() for word in codecs}
         self.drawn: Counter[str] = Counter()  # how often each place of the model has drawn random numbers in this pass
         self.taken = 0
+        self.compressed: list[Kept] = []
 
     def keep(self, tensor: Tensor) -> Stored:
         rule = self._rule(tensor)
@@ -108,7 +118,9 @@ class Saver:
             shared = self.shared[rule.codec]
             if codec.pack is not None:
                 pack = partial(codec.pack, channel=channel, draw=self._draw)
-                return OneUse(shared.once(tensor.detach(), pack))
+                packed = shared.once(tensor.detach(), pack)
+                self.compressed.append(Kept(self.place.module, self.place.weight, tensor.nbytes, packed.nbytes))
+                return OneUse(packed)
             if tensor.nbytes >= storage_bytes:
                 base = _base(tensor)
                 return View(tensor, OneUse(shared.once(base, self.stores[rule.codec])))
@@ -153,12 +165,19 @@ class Place(TorchFunctionMode):
         self.thread = threading.get_ident()  # hooks for all modules are called in every thread
         self.modules = [""]
         self.operation = ""
+        self.arguments: tuple = ()
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.held = {storage_number(t) for t in (*model.parameters(), *model.buffers()) if t.layout == torch.strided}
         self.inputs: list[StorageWeakRef] = []  # while they live, no new storage gets the same number
 
     @property
     def module(self) -> str:
         return self.modules[-1]
+
+    @property
+    def weight(self) -> str:
+        """The first parameter that the operation was called with, by its name; "" if there is none."""
+        return next((self.names[id(value)] for value in self.arguments if id(value) in self.names), "")
 
     def holds(self, tensor: Tensor) -> bool:
         return storage_number(tensor) in self.held
@@ -187,11 +206,12 @@ class Place(TorchFunctionMode):
             self.modules.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        outer, self.operation = self.operation, getattr(func, "__name__", "")
+        outer = self.operation, self.arguments
+        self.operation, self.arguments = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
         try:
             return func(*args, **(kwargs or {}))
         finally:
-            self.operation = outer
+            self.operation, self.arguments = outer
 
 
 def storage_number(tensor: Tensor) -> int:

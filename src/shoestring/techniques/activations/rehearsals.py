@@ -1,0 +1,82 @@
+"""Rehearsals: a forward pass of one microbatch on fake tensors, to see what it saves and what the rules make of it."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ambient import Ambient
+from ...passes.saved_tensors import AsIs, OneUse, Stored, storing
+from ...profiling.dry import dry_run
+from ...structure import tensors
+from ...task import Task
+from .codecs import Half, View
+from .compressed import Compressed
+from .saving import Kept, Saver, storage_number
+
+
+class Saved(NamedTuple):
+    """What operations save in a forward pass.
+
+    `bytes` are those of all storages in which it is stored, parameters, buffers and the batch left out; `taken` is how
+    many tensors the rules of `activations` matched, and `compressed` are those among them that a codec compressed.
+    """
+
+    bytes: int
+    taken: int
+    compressed: tuple[Kept, ...]
+
+
+def saved(task: Task) -> Saved:
+    """A task -> what the forward pass of one microbatch saves, on fake tensors."""
+
+    def look(batch: Any) -> Saved:
+        with ExitStack() as stack:
+            entered = [stack.enter_context(context(task.model)) for context in task.contexts]
+            counter = _Counter([*tensors(batch), *task.model.parameters(), *task.model.buffers()])
+            stack.enter_context(storing(counter.keep))
+            loss = task.loss_of(task.model, batch)
+            savers = [saver for saver in entered if isinstance(saver, Saver)]
+            compressed = tuple(kept for saver in savers for kept in saver.compressed)
+            found = Saved(counter.bytes(), sum(saver.taken for saver in savers), compressed)
+            del loss
+            return found
+
+    return dry_run(task, next(iter(task.split(task.batch))), look)
+
+
+def saved_bytes(task: Task) -> int:
+    """The bytes of all storages that operations save in the forward pass of one microbatch."""
+    return saved(task).bytes
+
+
+class _Counter:
+    """Hands every tensor on to the store around it, and looks at what that made of it."""
+
+    def __init__(self, held: Iterable[Tensor]) -> None:
+        self.held = {storage_number(tensor) for tensor in held if tensor.layout == torch.strided}
+        self.around = next(iter(Ambient.now().stores[-1:]), AsIs)
+        self.made: list[Stored] = []  # while they live, no new storage gets the same number
+
+    def keep(self, tensor: Tensor) -> Stored:
+        self.made.append(self.around(tensor))
+        return self.made[-1]
+
+    def bytes(self) -> int:
+        found = {storage_number(tensor): tensor for stored in self.made for tensor in _tensors_of(stored)}
+        return sum(t.untyped_storage().nbytes() for number, t in found.items() if number not in self.held)
+
+
+def _tensors_of(stored: Any) -> Iterator[Tensor]:
+    """The tensors in which something is stored; what is in a file, or is recomputed, is in none."""
+    match stored:
+        case AsIs(tensor=Tensor() as tensor):
+            yield tensor
+        case OneUse(stored=inner) | View(base=inner):
+            yield from _tensors_of(inner)
+        case Half():
+            yield stored.copy
+        case Compressed():
+            yield from stored.stored()
