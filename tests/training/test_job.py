@@ -1,13 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from shoestring import Adam, Plan, Task
+from shoestring import Adam, Plan, Task, builtin
 from shoestring.data import open_images, open_pairs
 from shoestring.errors import ShoestringError
 from shoestring.models.dynamicconv import DynamicConvTransformer, Settings
 from shoestring.models.translation import count_target_tokens, translation_loss
 from shoestring.passes.mode import current_mode
-from shoestring.training.job import CrossEntropy, ids_in, image_job, largest, pair_job, takes_images
+from shoestring.training.job import CrossEntropy, ids_in, image_job, largest, pair_job, takes_images, tuned
 from shoestring.training.loop import train
 
 
@@ -90,6 +92,17 @@ def test_images_reach_the_model_as_floats_a_microbatch_at_a_time():
     seen.clear()
     lean.step(data.read(0, 0))
     assert [(len(images), images.dtype) for images in seen] == [(n, torch.float32) for n in (4, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "lr"),
+    [(Plan(), 0.05), (Plan(nonzero=30), 0.1), (Plan(nonzero={"nonzero": 10, "method": "set"}), 0.05)],
+)
+def test_built_in_networks_train_at_the_learning_rates_of_the_paper(plan, lr):
+    """Table 6: half the usual rate for the dense WRN-28-2 and at 10%, the whole of it at 30%."""
+    task = builtin("wrn-28-2", batch=10, device="meta")
+    job = replace(image_job(task, open_images(channels=3), seed=0), multiplier=tuned("wrn-28-2"))
+    assert job.build(plan).lean.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(lr)
 
 
 def test_smoothed_labels_cost_a_sure_model_more():

@@ -38,7 +38,7 @@ def _classification(args: argparse.Namespace) -> "Job":
     shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
     task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
     loss = CrossEntropy(args.label_smoothing or 0.0)
-    return image_job(task, images, args.seed, loss, schedule="mostafa-wang")
+    return _tuned(image_job(task, images, args.seed, loss, schedule="mostafa-wang"), args)
 
 
 def _translation(args: argparse.Namespace) -> "Job":
@@ -53,7 +53,14 @@ def _translation(args: argparse.Namespace) -> "Job":
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
     task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
-    return pair_job(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
+    return _tuned(pair_job(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss"), args)
+
+
+def _tuned(job: Any, args: argparse.Namespace) -> "Job":
+    """The learning rate that was found best for the network and the plan, unless one is given."""
+    from ..training.job import tuned
+
+    return job if args.lr is not None else replace(job, multiplier=tuned(args.model))
 
 
 def _users(args: argparse.Namespace) -> "Job":

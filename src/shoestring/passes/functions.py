@@ -46,7 +46,7 @@ class Product(Protocol):
         ...
 
 
-def _stored(ctx: Any) -> Stored:
+def take_stored(ctx: Any) -> Stored:
     """Moves what a function stored out of `ctx`, so that the caller holds the last reference."""
     kept, ctx.kept = ctx.kept, None
     if kept is None:
@@ -55,12 +55,12 @@ def _stored(ctx: Any) -> Stored:
 
 
 def _take(ctx: Any) -> Tensor:
-    return _stored(ctx).take()
+    return take_stored(ctx).take()
 
 
 def _weight_gradient(ctx: Any, grad: Tensor) -> Tensor:
     """From the stored input, as it is stored if that can be."""
-    kept, layer = _stored(ctx), ctx.product.reading()
+    kept, layer = take_stored(ctx), ctx.product.reading()
     if isinstance(kept, StoredInput):
         return kept.weight_gradient(layer, grad)
     return layer.weight_gradient(grad, kept.take(), None)
@@ -127,13 +127,18 @@ class LeanNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bool, kept: Any) -> Tensor:
         ctx.kept, ctx.statistics, ctx.norm, ctx.relu = kept, statistics, (gamma, beta), relu
-        return batch_norm_apply(x, *batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta), relu=relu)
+        y = batch_norm_apply(x, *batch_norm_fold(statistics.mean, statistics.invstd, gamma, beta), relu=relu)
+        ctx.mask = pack_bits(y > 0) if relu and is_lossy(kept) else None
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
-        gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=ctx.relu)
+        if ctx.mask is not None:
+            grad = torch.where(unpack_bits(ctx.mask, grad.numel()).view(grad.shape), grad, 0)
+        relu = ctx.relu and ctx.mask is None
+        gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=relu)
         return *_wanted(ctx, gradients), None, None, None
 
 

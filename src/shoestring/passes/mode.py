@@ -39,6 +39,7 @@ from .functions import (
     norm_relu_product,
 )
 from .layers import Convolution, Linear, PlainConvolution
+from .norms import plain_norm
 from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_arguments
 from .placeholders import METADATA, Norm, Placeholders, Record
 from .saved_tensors import Stored, store
@@ -171,8 +172,8 @@ class LeanMode(TorchFunctionMode):
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
     def _handler(self, func: Any, args: tuple, kwargs: dict) -> "Callable | None":
-        if func in NORM:  # where only inputs are stored, the forward pass is PyTorch's own
-            return LeanMode._norm if self.options.products or not self.options.stores else None
+        if func in NORM:
+            return LeanMode._norm
         if func not in _HANDLERS and func not in _PRODUCTS:
             return None
         if func in _LAYERS and torch.is_autocast_enabled("cpu"):
@@ -192,6 +193,9 @@ class LeanMode(TorchFunctionMode):
         x, gamma, beta = call["input"], call["weight"], call["bias"]
         if not call["training"]:
             return func(*args, **kwargs)
+        if self.options.stores and not self.options.products:  # then the forward pass is PyTorch's own
+            plain = torch.is_autocast_enabled("cpu") or not x.requires_grad or x.device.type != "cpu"
+            return func(*args, **kwargs) if plain else plain_norm(x, call)
         _verify_batch_size(x.size())  # as F.batch_norm does
         norm = Norm(x, gamma, beta, self._statistics(call), self.names.get(id(gamma), ""))
         if id(gamma) in self.activated and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):

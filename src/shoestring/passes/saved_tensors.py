@@ -79,6 +79,10 @@ class StoredInput(Protocol):
 
     def weight_gradient(self, layer: Any, grad: Tensor) -> Tensor: ...
 
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """The tensor, a few samples at a time."""
+        ...
+
 
 def is_lossy(stored: Stored) -> bool:
     """Whether what comes back is not what was stored."""

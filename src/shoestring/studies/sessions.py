@@ -10,7 +10,7 @@ from ..errors import ShoestringError
 from ..models import builtin
 from ..models.dynamicconv import Settings
 from ..task import Task
-from ..training.job import CrossEntropy, Job, Session, image_job, pair_job
+from ..training.job import CrossEntropy, Job, Session, image_job, pair_job, scaled
 from .plans import lr_multiplier, plan_of
 
 HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left to train on
@@ -47,6 +47,4 @@ def _translation(job: dict[str, Any], folder: Path) -> Job:
 
 def _tuned(task: Task, job: dict[str, Any]) -> Task:
     """The task at the learning rate that was found best for its network and sparsity."""
-    factor = lr_multiplier(job["model"], job["settings"], job["sizes"].get("width"))
-    optimizer: Any = task.optimizer
-    return task.with_(optimizer=replace(optimizer, lr=factor * optimizer.lr))
+    return scaled(task, lr_multiplier(job["model"], job["settings"], job["sizes"].get("width")))

@@ -1,7 +1,7 @@
 """A job is a task on real data; `build(plan)` makes a session of it: the lean task, its batches and its evaluation."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..data import Augment, ImageBatches, Images, Pairs, TokenBatches, on_images, token_batches
 from ..errors import ShoestringError
 from ..models import materialise
+from ..models.tuned import learning_rate_multiplier
 from ..planning.plan import Plan
 from ..task import Loss, Task
 from ..techniques.words import in_words
@@ -56,6 +57,30 @@ class CrossEntropy:
         return F.cross_entropy(model(images), labels, label_smoothing=self.label_smoothing)
 
 
+Multiplier = Callable[[Plan], float]  # of the learning rate, under a plan
+
+
+def untuned(plan: Plan) -> float:
+    return 1.0
+
+
+def tuned(model: str) -> Multiplier:
+    """The name of a built-in network -> the multiplier that the paper found best for it at a plan's sparsity."""
+
+    def multiplier(plan: Plan) -> float:
+        value = plan.nonzero
+        nonzero = value.get("nonzero", 100) if isinstance(value, Mapping) else value
+        return learning_rate_multiplier(model, 100 if nonzero is None else nonzero)
+
+    return multiplier
+
+
+def scaled(task: Task, factor: float) -> Task:
+    """The task with its learning rate times `factor`."""
+    optimizer: Any = task.optimizer
+    return task if factor == 1 else task.with_(optimizer=replace(optimizer, lr=factor * optimizer.lr))
+
+
 @dataclass(frozen=True)
 class ImageJob:
     """Image classification; images become floats one microbatch at a time."""
@@ -66,6 +91,7 @@ class ImageJob:
     seed: int
     augment: Augment
     schedule: str
+    multiplier: Multiplier = untuned
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -76,7 +102,7 @@ class ImageJob:
         return plan  # counted in images
 
     def build(self, plan: Plan) -> Session:
-        lean = apply(self.task, plan)
+        lean = apply(scaled(self.task, self.multiplier(plan)), plan)
         materialise(lean.model, seed=self.seed)  # a model on the meta device is built straight into its lean form
         data = ImageBatches(self.images.train, self.size, self.augment, self.seed)
         test = ImageBatches(self.images.test, min(self.size, len(self.images.test)), self.augment)
@@ -134,6 +160,7 @@ class PairJob:
     seed: int
     longest: int
     quality: str = "loss"  # or bleu
+    multiplier: Multiplier = untuned
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -154,7 +181,8 @@ class PairJob:
     def build(self, plan: Plan) -> Session:
         size = _plain_size(plan)
         data = token_batches(self.pairs.train, self.tokens, size, self.seed, self.longest)
-        task = lean_task(self.task.with_(batch=largest(data), split=iter), plan.with_(microbatch=None))
+        task = scaled(self.task, self.multiplier(plan)).with_(batch=largest(data), split=iter)
+        task = lean_task(task, plan.with_(microbatch=None))
         materialise(task.model, seed=self.seed)
         settings = task.settings if size is None else task.settings | {"microbatch": size}
         lean = LeanTask(task.with_(settings=settings), plan)

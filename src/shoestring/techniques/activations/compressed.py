@@ -80,11 +80,14 @@ class Compressed:
 
     def weight_gradient(self, layer: Any, grad: Tensor) -> Tensor:
         """The gradient of a layer's weight from the gradient of its output, a few samples at a time."""
-        parts = (layer.weight_gradient(grad[a:b], self.samples(a, b), None) for a, b in pieces(self.shape, self.dtype))
-        total = next(parts)
-        for part in parts:
-            total += part
+        gradients = (layer.weight_gradient(grad[part], x, None) for part, x in self.parts())
+        total = next(gradients)
+        for gradient in gradients:
+            total += gradient
         return total
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        return ((slice(start, stop), self.samples(start, stop)) for start, stop in pieces(self.shape, self.dtype))
 
     @property
     def nbytes(self) -> int:
