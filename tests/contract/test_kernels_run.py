@@ -54,7 +54,7 @@ def counting(monkeypatch):
 
 STEPS = [
     ("wrn", "no-bn"), ("wrn", "everything"), ("gpt", "nonzero"), ("mlp", "masks"), ("mlp", "8bit"),
-    ("dynamicconv", "fp16, residual-1, microbatch by tokens"),
+    ("dynamicconv", "fp16, residual-1, microbatch by tokens"), ("wrn", "int4"), ("unet", "pool2"),
 ]  # fmt: skip
 
 

@@ -15,9 +15,11 @@ from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.models.images import classification_loss
 from shoestring.models.vit import VisionTransformer
 from shoestring.passes.layers import Convolution, Linear, PlainConvolution
+from shoestring.passes.norms import in_parts
 from shoestring.techniques.activations.codecs import codec_of
 from shoestring.techniques.activations.compressed import Compressed, Pooled, Quantised
 
+NORMS = "int8,*:batch_norm=int8"
 WORDS = ("pool2", "pool4", "int8", "int4", "int2", "pool4+int2", "pool2+int8")
 
 
@@ -73,12 +75,12 @@ def cosine(a, b):
 
 
 @pytest.mark.parametrize("make", [net, lambda: net(last=True), vit], ids=["net", "channels_last", "vit"])
-@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("word", [*WORDS, NORMS])
 def test_the_loss_has_the_bits_of_plain_training_and_gradients_point_its_way(make, word):
     task = make()
     (loss, exact), (found, lossy) = gradients(task), gradients(task, Plan(activations=word))
     assert torch.equal(found, loss)
-    least = {"int8": 0.9995, "pool2+int8": 0.9995, "int4": 0.98}.get(word, 0.5)
+    least = {"int8": 0.9995, NORMS: 0.999, "pool2+int8": 0.9995, "int4": 0.98}.get(word, 0.5)
     assert least < cosine(lossy, exact) < 1 - 1e-9
     assert all(gradient.isfinite().all() for gradient in lossy.values())
 
@@ -139,6 +141,22 @@ def test_the_weights_gradient_from_the_stored_form_is_that_of_the_expanded_tenso
     assert isinstance(packed, Compressed)
     wanted = made.weight_gradient(grad, packed.take(), None)
     torch.testing.assert_close(packed.weight_gradient(made, grad), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3, 9, 7), (6, 4, 11), (7, 5)], ids=str)
+def test_the_gradient_of_batch_norm_from_the_stored_form_is_that_of_the_expanded_input(shape, affine):
+    """With the statistics of the exact input: they were computed in the forward pass."""
+    x, grad = torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+    gamma = torch.rand(shape[1], dtype=torch.float64) if affine else None
+    pixels = [0, *range(2, len(shape))]
+    mean, invstd = x.mean(pixels), (x.var(pixels, unbiased=False) + 1e-5).rsqrt()
+    packed = Quantised(x, 4, (1, 2))
+    wide = packed.take()
+    settings = (None, None, mean, invstd, True, 1e-5, [True, True, True])
+    wanted = torch.ops.aten.native_batch_norm_backward(grad, wide, gamma, *settings)
+    for found, right in zip(in_parts(grad, packed, mean, invstd, gamma), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
 
 def test_bytes_are_those_of_the_word():

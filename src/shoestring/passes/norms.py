@@ -25,13 +25,13 @@ class PlainNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         kept, (mean, invstd), wanted = take_stored(ctx), ctx.statistics, list(ctx.needs_input_grad[:3])
         if isinstance(kept, StoredInput):
-            gradients = _in_parts(grad, kept, mean, invstd, ctx.gamma)
+            gradients = in_parts(grad, kept, mean, invstd, ctx.gamma)
             return *(gradient if need else None for gradient, need in zip(gradients, wanted, strict=True)), None, None
         settings = (*ctx.running, mean, invstd, True, ctx.eps, wanted)
         return *torch.ops.aten.native_batch_norm_backward(grad, kept.take(), ctx.gamma, *settings), None, None
 
 
-def _in_parts(grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:
+def in_parts(grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:
     """dx = gamma invstd (dy - mean(dy) - n mean(dy n)), n = (x - mean) invstd; x is expanded twice, in parts."""
     shape = (1, grad.shape[1]) + (1,) * (grad.dim() - 2)
     pixels, (mean, invstd) = [0, *range(2, grad.dim())], (each.view(shape) for each in (mean, invstd))

@@ -25,7 +25,7 @@ from ...passes.checksums import is_traced
 from ...passes.layers import Convolution
 from ...passes.saved_tensors import Stored
 
-PIECE_BYTES = 1 << 20  # of a tensor, so much is expanded at a time, or one sample
+PIECE_BYTES = 1 << 18  # of a tensor, so much is expanded at a time, or one sample
 LEAST_ROW = 64  # a row that is shorter shares its groups with its neighbours
 
 
