@@ -4,6 +4,8 @@ import pytest
 
 from shoestring import ShoestringError
 from shoestring.paper import paper_profile
+from shoestring.studies import runner
+from shoestring.studies.plans import plan_of
 from shoestring.studies.study import load, names, parse
 
 GOOD = """title = "t"
@@ -51,6 +53,30 @@ def test_every_study_that_is_shipped_is_read(name):
 def test_every_table_and_figure_of_the_report_has_its_study():
     figures = {f"figure{n}" for n in (1, 3, 4, 5, 6, 7, 8, 9, 10)}
     assert figures | {f"table{n}" for n in (2, 3, 4, 6, 7, 8, 9)} <= set(names())
+
+
+def test_the_uncompressed_row_beside_compressed_activations_is_trained_by_the_dense_jobs_of_table_3(monkeypatch):
+    monkeypatch.setattr(runner, "find_data", lambda name, root: name)
+    monkeypatch.setattr(runner, "fingerprint", lambda folder: "0")
+
+    def jobs(name, label, scale):
+        study = load(name)
+        (row,) = [row for row in study.rows if row.label == label]
+        return runner.training_jobs(study, row, study.scales[scale], None)
+
+    for scale in ("small", "full"):
+        assert jobs("accuracy-compressed", "uncompressed", scale) == jobs("table3", "dense FP32", scale)
+        assert [job["seed"] for job in jobs("accuracy-compressed", "int4", scale)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["memory-by-pool", "accuracy-compressed"])
+def test_rows_of_the_second_paper_change_what_is_stored_and_nothing_else(name):
+    study = load(name)
+    plain, *rest = study.rows
+    assert study.paper == "barley" and "activations" not in plain.settings
+    for row in rest:
+        assert row.settings == plain.settings | {"activations": row.label}
+        assert plan_of(row.settings, 100).techniques() == {"activations": row.label}
 
 
 def test_a_good_file_is_read():
