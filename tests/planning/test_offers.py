@@ -11,6 +11,7 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.options import PLAIN, Option
 from shoestring.planning.search import Search, plan
+from shoestring.planning.traces import object_bytes
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
@@ -61,8 +62,79 @@ def test_every_technique_is_offered(search, name):
 
 def test_what_is_kept_of_saved_tensors_is_offered_at_its_risk(search):
     assert dict(search.candidates.offers["activations"]) == {
-        "masks": Risk.EXACT, "offload": Risk.EXACT, "half": Risk.APPROXIMATE,
+        "masks": Risk.EXACT, "offload": Risk.EXACT, "half": Risk.APPROXIMATE, "int8": Risk.APPROXIMATE,
+        "int4": Risk.APPROXIMATE, "pool2": Risk.APPROXIMATE, "int2": Risk.APPROXIMATE,
     }  # fmt: skip
+
+
+class Convolutions(nn.Sequential):
+    """Maps large enough for every codec, and nothing beside them."""
+
+    def __init__(self):
+        layers = [layer for _ in range(3) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+        super().__init__(nn.Conv2d(3, 8, 3, padding=1), *layers)
+
+    def forward(self, x):
+        return super().forward(x).mean((2, 3))
+
+
+def convolutions():
+    torch.manual_seed(0)
+    return Task(Convolutions(), predict, torch.randn(32, 3, 32, 32), SGD())
+
+
+@pytest.fixture(scope="module")
+def codecs():
+    return Search(convolutions(), 10**9, RATES)
+
+
+COMPRESSED = ("int8", "int4", "pool2", "int2")
+
+
+@pytest.mark.parametrize("word", COMPRESSED)
+def test_what_a_codec_surely_leaves_and_the_time_it_surely_takes_are_no_more_than_its_trace(codecs, word):
+    one = option(codecs, activations=word)
+    codecs.traces.base(())
+    assert codecs.time_bound(one) <= codecs.seconds(one)
+    assert codecs.lower_bound(one) <= codecs.traces.of(one.settings).peak_bytes
+    assert codecs.traces.of(one.settings).peak_bytes < codecs.traces.of(()).peak_bytes
+
+
+def test_milder_codecs_are_tried_before_rougher_ones(codecs):
+    degrees = [codecs.candidates.roughness(option(codecs, activations=word)) for word in COMPRESSED]
+    assert degrees == sorted(degrees) and degrees[0] < degrees[1] < degrees[2]
+
+
+def test_a_plan_with_a_codec_says_how_near_its_gradients_were_and_where(codecs):
+    for word in COMPRESSED:
+        reasons = codecs.finish(option(codecs, activations=word)).reasons
+        (told,) = [reason for reason in reasons if reason.startswith("activations: ")]
+        assert f"{word}: cosine" in told and "ResNet-18" in told and "shoestring fidelity" in told
+    assert not any(r.startswith("activations: ") for r in codecs.finish(option(codecs, activations="offload")).reasons)
+
+
+@pytest.mark.parametrize("settings, words", [
+    ({"precision": "fp16", "activations": "int8"}, "8 bits of 16 save little"),
+    ({"checkpoint": "no-bn", "activations": "pool2"}, "only the inputs of regions are stored"),
+    ({"checkpoint": "residual-2*", "activations": "int4"}, "needs as little memory and recomputes less"),
+], ids=str)  # fmt: skip
+def test_a_codec_that_would_save_little_beside_another_setting_is_left_out_with_the_reason(codecs, settings, words):
+    assert not codecs.candidates.compatible(tuple(settings.items()))
+    assert words in codecs.candidates.left_out[tuple(settings.items())].reason
+
+
+def test_int4_goes_with_16_bits_and_with_checkpoints_of_one_block(codecs):
+    for settings in ({"precision": "fp16"}, {"checkpoint": "no-bn"}, {"checkpoint": "residual-1*"}, {"nonzero": 30}):
+        assert codecs.candidates.compatible((*settings.items(), ("activations", "int4"))), settings
+
+
+@pytest.mark.parametrize("word", ["int8", "int4", "int2"])
+def test_of_codecs_alone_the_mildest_that_fits_a_budget_is_found(codecs, word):
+    traced = codecs.traces.of((("activations", word),))
+    search = Search(convolutions(), traced.peak_bytes + object_bytes(traced), RATES)
+    offers = [(value, risk) for value, risk in search.candidates.offers["activations"] if value in COMPRESSED]
+    search.candidates.offers = {key: [] for key in search.candidates.offers} | {"activations": offers}
+    assert search.best(Risk.APPROXIMATE).settings == (("activations", word),)
 
 
 def test_bf16_goes_with_gradients_that_are_used_up_and_fp16_does_not(search):

@@ -55,8 +55,7 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
 
 
 def _warnings(settings: Settings) -> list[str]:
-    chosen = {name for name, _ in settings}
-    return [f"{name}: {REGISTRY[name].warning}" for name in REGISTRY if REGISTRY[name].warning and name in chosen]
+    return [f"{name}: {words}" for name, value in settings if (words := REGISTRY[name].warning(value))]
 
 
 # -- what else there is -------------------------------------------------------------------------------------------

@@ -135,8 +135,8 @@ class Search:
         return (self.seconds(milder) or 0.0) + price
 
     def _instead(self, key: Settings) -> tuple[Settings, str]:
-        """Settings that need a trace -> milder ones that are surely faster, and the medium of the bytes they save."""
-        milder, media = [], []
+        """Settings that need a trace -> milder ones that are surely faster, and the cheapest medium of saved bytes."""
+        milder, media = [], list[str]()
         for name, value in key:
             price = self.candidates.bounds(name, value).price
             if price:
@@ -144,7 +144,7 @@ class Search:
             kept = price.instead if price else value
             if kept is not None:
                 milder.append((name, kept))
-        return tuple(milder), "disk" if media == ["disk"] else "memory"
+        return tuple(milder), min(media, key=self.rates.seconds_per_byte, default="memory")
 
     def lower_bound(self, option: Option) -> float:
         """A lower bound of an option's bytes, from the trace of plain training alone."""

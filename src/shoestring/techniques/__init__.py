@@ -6,7 +6,7 @@
 | `precision` | precision/ | FP16 or BF16 for all tensors, no FP32 copy |
 | `optimizer` | optimizer/ | 8- and 16-bit state, factored state, optimizer in backward |
 | `checkpoint` | checkpoint/ | activation checkpointing |
-| `activations` | activations/ | saved activations offloaded, in 16 bits, or as 1-bit masks |
+| `activations` | activations/ | saved activations offloaded, as 1-bit masks, averaged, or in 16 to 2 bits |
 | `microbatch` | microbatch/ | gradient accumulation |
 
 The card of a technique is docs/techniques/MODULE.md.
@@ -35,7 +35,8 @@ WORDS = (
         {"strategy": TEXT, "blocks": NAMES}, nothing="none",
     ),
     Word(
-        "activations", "activations", "how saved activations are stored: offload, half, masks or rules", "A",
+        "activations", "activations",
+        "how saved activations are stored: offload, half, masks, pool2, int4, pool8+int2, or rules", "A",
         {"rules": TEXT},
     ),
     Word(

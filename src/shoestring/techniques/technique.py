@@ -40,7 +40,8 @@ class Effect:
 class Price(NamedTuple):
     """A value takes at least as long as `instead` (None: without the technique).
 
-    Each byte that it saves is recomputed in memory, or goes to disk and back: `medium` is memory or disk.
+    Each byte that it saves is recomputed in memory, or goes to disk and back: `medium` is memory or disk, or "" where
+    some bytes may be saved for nothing.
     """
 
     instead: Any
@@ -73,6 +74,10 @@ def _compatible(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
+def _unwarned(value: Any) -> str:
+    return ""
+
+
 def _unknown(task: Task, value: Any) -> Bounds:
     return Bounds()
 
@@ -84,7 +89,7 @@ class Technique(NamedTuple):
     `options(task)` are the values that the planner may try; if there is none, it raises ShoestringError (NoEffect if
     the technique would change nothing) with the reason.
     `risk(task, value)` says how a value affects results, `roughness` how much within its risk, in steps of about half a
-    point of accuracy; `warning` is for users who did not choose the technique themselves.
+    point of accuracy; `warning(value)` is for users who did not choose the technique themselves, "" if there is none.
     `refuses(task, settings)` is the reason why two settings of a plan are incompatible, "" if they are not.
     `effect(task, value)` scales a trace of the whole batch. Without it a value needs a trace of its own, and
     `bounds(task, value)` says what is known before.
@@ -98,4 +103,4 @@ class Technique(NamedTuple):
     refuses: Callable[[Task, Mapping[str, Any]], str] = _compatible
     effect: Callable[[Task, Any], Effect] | None = None
     bounds: Callable[[Task, Any], Bounds] = _unknown
-    warning: str = ""
+    warning: Callable[[Any], str] = _unwarned

@@ -95,7 +95,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(model=model, after_update=(*task.after_update, *hooks))
 
 
-TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=WARNING)
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=lambda nonzero: WARNING)
 
 
 def _check_rewiring(settings: Settings) -> None:
