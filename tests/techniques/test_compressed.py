@@ -16,6 +16,7 @@ from shoestring.models.images import classification_loss
 from shoestring.models.vit import VisionTransformer
 from shoestring.passes.layers import Convolution, Linear, PlainConvolution
 from shoestring.passes.norms import in_parts
+from shoestring.techniques.activations import saved_bytes
 from shoestring.techniques.activations.codecs import codec_of
 from shoestring.techniques.activations.compressed import Compressed, Pooled, Quantised
 
@@ -244,6 +245,16 @@ def test_a_word_that_is_no_codec_is_refused(word):
 def test_a_rule_that_names_no_module_is_refused():
     with pytest.raises(ShoestringError, match=r"the model has no module 'nowhere.\*'"):
         apply(net(), Plan(activations="nowhere.*=pool2"))
+
+
+def test_a_shortcut_that_skips_pixels_can_stay_exact_at_the_quarter_that_it_reads():
+    task = net()
+    (_, exact), (_, lossy) = gradients(task), gradients(task, Plan(activations="shortcut=whole,pool2"))
+    torch.testing.assert_close(lossy["shortcut.weight"], exact["shortcut.weight"], rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(lossy["body.0.weight"], exact["body.0.weight"], rtol=1e-2)
+    saved = [saved_bytes(apply(net(), Plan(activations=rules)).task) for rules in ("pool2", "shortcut=whole,pool2")]
+    quarter = 16 * 16 * 9 * 9 * 4  # of the map of 18 x 18 that both branches read
+    assert saved[1] - saved[0] == quarter - 16 * 16 * 5 * 5 * 4
 
 
 def test_quantised_groups_stay_inside_a_channel_that_is_long_enough():

@@ -16,7 +16,7 @@ from .palette import FAINT, INK, MUTED, is_light
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-NAME, BYTES, CELL = 26, 10, 13  # widths of columns
+NAME, BYTES, CELL = (20, 48), 10, 13  # widths of columns; names from and up to
 LINES = ("#27588c", "#b5482c", "#0b7a75", "#f2b652", "#5b97c9", "#7d7468", "#a9a396")  # one after another by codec
 FLOOR = 0.8  # the heat map's palest colour: below, a gradient points elsewhere
 
@@ -30,24 +30,24 @@ def show_fidelity(console: Console, data: dict[str, Any]) -> None:
 def fidelity_lines(data: dict[str, Any]) -> Iterator[str]:
     """The page, line by line: per layer and codec the cosine of both gradients and the ratio of their norms."""
     codecs, cells = codecs_of(data), cells_of(data)
-    count = len(data["probes"])
+    count, width = len(data["probes"]), max(NAME[0], min(NAME[1], 1 + max(map(len, modules_of(data)))))
+
+    def row(name: str, size: str, cells: list[str]) -> str:
+        name = name if len(name) < width else f"...{name[4 - width :]}"  # the end distinguishes layers
+        return f"{name:<{width}}{size:>{BYTES}}{''.join(f'{cell:>{CELL}}' for cell in cells)}".rstrip()
+
     yield f"{data['task']}: gradients of {count} of {data['steps']} steps, compressed against exact: cosine, norm ratio"
-    yield _row("layer", "input", codecs)
+    yield row("layer", "input", codecs)
     for module in modules_of(data):
         found = [cells[module, codec] for codec in codecs]
         words = [f"{one['cosine']:.4f} {one['norm_ratio']:5.2f}" for one in found]
-        yield _row(module, format_bytes(found[0]["exact_bytes"]), words)
+        yield row(module, format_bytes(found[0]["exact_bytes"]), words)
     whole = {row["codec"]: row for row in data["whole"]}
-    yield _row("whole gradient", "", [f"{whole[codec]['cosine']:.4f}{'':6}" for codec in codecs])
+    yield row("whole gradient", "", [f"{whole[codec]['cosine']:.4f}{'':6}" for codec in codecs])
     exact = data["whole"][0]["exact_bytes"]
     shares = [f"{whole[codec]['stored_bytes'] / max(1, exact):.1%}" for codec in codecs]
-    yield _row("all that is saved", format_bytes(exact), shares)
-    yield _row("peak of a step", "", [format_bytes(whole[codec]["peak_bytes"]) for codec in codecs])
-
-
-def _row(name: str, size: str, cells: list[str]) -> str:
-    name = name if len(name) < NAME else f"...{name[3 - NAME + 1 :]}"  # the end distinguishes layers
-    return f"{name:<{NAME}}{size:>{BYTES}}{''.join(f'{cell:>{CELL}}' for cell in cells)}".rstrip()
+    yield row("all that is saved", format_bytes(exact), shares)
+    yield row("peak of a step", "", [format_bytes(whole[codec]["peak_bytes"]) for codec in codecs])
 
 
 def codecs_of(data: dict[str, Any]) -> list[str]:
