@@ -172,6 +172,26 @@ def test_no_steps_are_refused():
         found(task(), steps=0)
 
 
+def test_a_weight_that_is_computed_first_counts_as_its_modules_and_a_layer_that_nobody_reads_not_at_all():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Conv2d(3, 8, 3, padding=1)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, padding=1))
+            self.unread, self.head = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 10)
+
+        def forward(self, x):
+            x = F.relu(self.first(x))
+            self.unread(x)
+            return self.head(F.relu(self.normed(x)).mean((2, 3)))
+
+    torch.manual_seed(0)
+    odd = task(32).with_(model=Odd())
+    result = found(odd, steps=1, words=("int4",))
+    (row,) = result.layers
+    assert row.module == "normed" and 0.9 < row.cosine < 1
+
+
 def test_overlaps_add_up_and_gradients_of_zero_are_equal():
     a, b = torch.randn(30), torch.randn(30)
     whole = Overlap.of(a, b)

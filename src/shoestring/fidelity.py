@@ -226,12 +226,20 @@ def total(overlaps: Iterable[Overlap]) -> Overlap:
     return Overlap(*(sum(part) for part in zip(*overlaps, strict=True)))
 
 
+def _weights(module: str, given: Iterable[str], names: Iterable[str]) -> set[str]:
+    """The parameters that a module's operations were given or, where their weight is computed first, all of its own."""
+    return {name for name in given if name} or {name for name in names if module and name.startswith(f"{module}.")}
+
+
 def _layers(codecs: Sequence[Codec], seen: Sequence[_Seen]) -> Iterator[LayerFidelity]:
     """A row per codec and layer whose input some codec compresses; another codec may store it as it is."""
-    modules = dict.fromkeys(kept.module for codec in codecs for kept in codec.saved.compressed if kept.weight)
-    for module in modules:
+    names = seen[0].overlaps[codecs[0].word]
+    for module in dict.fromkeys(kept.module for codec in codecs for kept in codec.saved.compressed):
         inputs = {codec.word: [k for k in codec.saved.compressed if k.module == module] for codec in codecs}
-        weights = {kept.weight for found in inputs.values() for kept in found if kept.weight}
+        given = {kept.weight for found in inputs.values() for kept in found}
+        weights = _weights(module, given, names) & set(names)
+        if not weights:
+            continue  # the input of a region, or of a layer whose output nobody reads
         exact_bytes = max(sum(kept.exact_bytes for kept in found) for found in inputs.values())
         for word, found in inputs.items():
             sums = [total(one.overlaps[word][name] for name in weights) for one in seen]

@@ -30,7 +30,7 @@ def show_fidelity(console: Console, data: dict[str, Any]) -> None:
 def fidelity_lines(data: dict[str, Any]) -> Iterator[str]:
     """The page, line by line: per layer and codec the cosine of both gradients and the ratio of their norms."""
     codecs, cells = codecs_of(data), cells_of(data)
-    count, width = len(data["probes"]), max(NAME[0], min(NAME[1], 1 + max(map(len, modules_of(data)))))
+    count, width = len(data["probes"]), max(NAME[0], min(NAME[1], 1 + max(map(len, modules_of(data)), default=0)))
 
     def row(name: str, size: str, cells: list[str]) -> str:
         name = name if len(name) < width else f"...{name[4 - width :]}"  # the end distinguishes layers
@@ -66,7 +66,7 @@ def cells_of(data: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
 def fidelity_figure(path: str | Path, data: dict[str, Any]) -> None:
     """The cosine of each layer and codec as a heat map, beside the whole gradient's over the steps."""
     modules, codecs = modules_of(data), codecs_of(data)
-    names = 0.4 + 0.07 * max(map(len, modules))  # inches that the longest name takes
+    names = 0.4 + 0.07 * max(map(len, modules), default=0)  # inches that the longest name takes
     wide, high = 0.75 * len(codecs), max(2.4, 0.24 * len(modules))
     width, height = names + wide + 5.4, high + 1.1
     with figure_file(path, width, height) as figure:
@@ -86,7 +86,7 @@ def _heat_map(axes: "Axes", data: dict[str, Any]) -> None:
             axes.fill_between([column, column + 1], row, row + 1, color=colour, lw=0)
             ink = INK if is_light(colour) else "white"
             axes.text(column + 0.5, row + 0.5, f"{cosine:.3f}", ha="center", va="center", size=7.5, color=ink)
-    axes.set(xlim=(0, len(codecs)), ylim=(len(modules), 0))
+    axes.set(xlim=(0, len(codecs)), ylim=(max(1, len(modules)), 0))
     axes.set_xticks([column + 0.5 for column in range(len(codecs))], codecs, color=INK)
     axes.set_yticks([row + 0.5 for row in range(len(modules))], modules, color=INK)
     axes.set_title("cosine with the exact weight gradient", loc="left", size=10, weight="bold")
