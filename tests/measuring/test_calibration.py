@@ -157,7 +157,7 @@ def test_the_random_numbers_of_the_caller_stay_as_they_were():
 
 
 def test_a_calibration_inside_a_profile_is_refused_and_not_called_unknown():
-    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(ShoestringError, match="already runs"):
+    with profile(activities=[ProfilerActivity.CPU]), pytest.raises(ShoestringError, match="already running"):
         workspace_bytes(relu(3))
 
 

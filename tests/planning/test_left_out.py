@@ -50,7 +50,7 @@ def squares(model, batch):
 
 
 def images():
-    return small.task().with_(batch=small.Noise(size=64).read(0, 0))
+    return small.task().with_(batch=small.Noise(size=160).read(0, 0))
 
 
 MODELS = {
@@ -60,7 +60,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("share", [0.5, 0.05])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_a_technique_that_fails_on_a_model_does_not_end_the_search(model, share):
     task = MODELS[model]()
     try:

@@ -29,7 +29,7 @@ def traced_peak(task, settings):
 
 def little():
     """Batch norm, blocks and linear layers, whose step is traced in a moment."""
-    return small.task().with_(batch=small.Noise(size=64).read(0, 0))
+    return small.task().with_(batch=small.Noise(size=160).read(0, 0))
 
 
 PLAIN = profile(little()).peak_bytes
