@@ -228,7 +228,7 @@ def test_maps_that_do_not_fit_are_refused():
         batch_norm_statistics(torch.empty(0, 3, 4, 4))
     with pytest.raises(ShoestringError, match="one shape and dtype"):
         batch_norm_backward(x.half(), x, v, v)
-    with pytest.raises(ShoestringError, match="one entry a channel"):
+    with pytest.raises(ShoestringError, match="one entry per channel"):
         batch_norm_apply(x, torch.ones(4), v)
     with pytest.raises(ShoestringError, match="with gaps"):
         batch_norm_apply(x, v, v, out=torch.empty(2, 3, 4, 8)[..., ::2])

@@ -1,6 +1,6 @@
 """A moment of an optimizer in few bytes: FP32, BF16, FP16 with one scale a tensor, or 8 bits with one a block.
 
-    moment = new_moment(weight, "8bit")          # zeros, 1.02 bytes a parameter
+    moment = new_moment(weight, "8bit")          # zeros, 1.02 bytes per parameter
     values = read_moment(moment)                 # in FP32
     write_moment(moment, values)
 

@@ -103,7 +103,7 @@ def _check(x: Tensor, *vectors: Tensor | None) -> None:
         if vector is not None and vector.shape != x.shape[1:2]:
             raise ShoestringError(
                 f"batch norm of {x.shape[1]} channels got coefficients of shape {tuple(vector.shape)}: "
-                "pass one entry a channel"
+                "pass one entry per channel"
             )
 
 
