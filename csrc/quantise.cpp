@@ -127,43 +127,37 @@ static void with_bits(int bits, F body) {
   if (bits == 2) body(std::integral_constant<int, 2>{});
 }
 
-// `first_row`: the number of x's first row in the whole tensor, which random numbers are counted from.
-static void quantise(Address x, int code, int64_t rows, int64_t length, int64_t first_row, int bits, uint32_t key1,
-                     uint32_t key2, Address codes, Address ranges, int threads) {
-  const Rows shape{rows, length};
-  const int64_t groups = shape.groups(), row_bytes = shape.row_bytes(bits), all = rows * groups;
+// body(storage type, bits, group's number in all, its bytes, its first element, how many) for each group of each row.
+template <class F>
+static void each_group(const Rows& shape, int bits, int code, int threads, F body) {
+  const int64_t groups = shape.groups(), row_bytes = shape.row_bytes(bits), all = shape.rows * groups;
   with_bits(bits, [&](auto width) {
     with_storage(code, [&](auto kind) {
-      using T = decltype(kind);
-      constexpr int BITS = decltype(width)::value;
-#pragma omp parallel for num_threads(team(threads, rows * length))
+#pragma omp parallel for num_threads(team(threads, shape.rows * shape.length))
       for (int64_t g = 0; g < all; ++g) {
         const int64_t row = g / groups, group = g % groups;
-        uint8_t* out = at<uint8_t>(codes) + row * row_bytes + group * (GROUP * BITS / 8);
-        const T* in = at<T>(x) + row * length + group * GROUP;
-        quantise_group<BITS>(in, shape.count(group), {key1, key2}, (first_row + row) * groups + group, out,
-                             at<uint16_t>(ranges) + 2 * g);
+        body(kind, width, g, row * row_bytes + group * (GROUP * width / 8), row * shape.length + group * GROUP,
+             shape.count(group));
       }
     });
   });
 }
 
+static void quantise(Address x, int code, int64_t rows, int64_t length, int bits, uint32_t key1, uint32_t key2,
+                     Address codes, Address ranges, int threads) {
+  each_group({rows, length}, bits, code, threads, [&](auto kind, auto width, int64_t g, int64_t byte, int64_t first,
+                                                           int count) {
+    quantise_group<decltype(width)::value>(at<decltype(kind)>(x) + first, count, {key1, key2}, g,
+                                           at<uint8_t>(codes) + byte, at<uint16_t>(ranges) + 2 * g);
+  });
+}
+
 static void dequantise(Address codes, Address ranges, int64_t rows, int64_t length, int bits, Address x, int code,
                        int threads) {
-  const Rows shape{rows, length};
-  const int64_t groups = shape.groups(), row_bytes = shape.row_bytes(bits), all = rows * groups;
-  with_bits(bits, [&](auto width) {
-    with_storage(code, [&](auto kind) {
-      using T = decltype(kind);
-      constexpr int BITS = decltype(width)::value;
-#pragma omp parallel for num_threads(team(threads, rows * length))
-      for (int64_t g = 0; g < all; ++g) {
-        const int64_t row = g / groups, group = g % groups;
-        const uint8_t* in = at<uint8_t>(codes) + row * row_bytes + group * (GROUP * BITS / 8);
-        dequantise_group<BITS>(in, at<uint16_t>(ranges) + 2 * g, shape.count(group),
-                               at<T>(x) + row * length + group * GROUP);
-      }
-    });
+  each_group({rows, length}, bits, code, threads, [&](auto kind, auto width, int64_t g, int64_t byte, int64_t first,
+                                                           int count) {
+    dequantise_group<decltype(width)::value>(at<uint8_t>(codes) + byte, at<uint16_t>(ranges) + 2 * g, count,
+                                             at<decltype(kind)>(x) + first);
   });
 }
 

@@ -28,7 +28,7 @@ def _quantise(launch: Callable[..., None], x: Tensor, bits: int, key: list[int])
     x = x.contiguous()
     codes = x.new_empty(rows, reference.row_bytes(length, bits), dtype=torch.uint8)
     ranges = x.new_empty(rows, -(-length // GROUP), 2, dtype=torch.bfloat16)
-    launch(core.quantise, x, code(x), rows, length, 0, bits, *key, codes, ranges, threads())
+    launch(core.quantise, x, code(x), rows, length, bits, *key, codes, ranges, threads())
     return codes, ranges
 
 

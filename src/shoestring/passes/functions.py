@@ -15,7 +15,7 @@ from ..errors import ShoestringError
 from ..kernels.bitmask import pack_bits, unpack_bits
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
 from ..kernels.windows import Window, window_indices, window_places
-from .saved_tensors import SECOND_BACKWARD, OneUse, Stored, StoredInput, is_lossy, store
+from .saved_tensors import SECOND_BACKWARD, OneUse, Stored, StoredInput, is_lossy, samples_at_a_time, store
 
 
 class Statistics(NamedTuple):
@@ -86,12 +86,9 @@ class LeanProduct(torch.autograd.Function):
         return x, weight, bias, None, None
 
 
-PIECE_BYTES = 1 << 20
-
-
 def _relu_mask(x: Tensor, fold: tuple[Tensor, Tensor]) -> Tensor:
     """One bit per element: where relu(norm(x)) lets pass. A few samples at a time, if these fill whole bytes."""
-    count = max(1, PIECE_BYTES * len(x) // x.nbytes) if x[0].numel() % 8 == 0 else len(x)
+    count = samples_at_a_time(x.shape, x.dtype) if x[0].numel() % 8 == 0 else len(x)
     return torch.cat([pack_bits(batch_norm_apply(part, *fold, relu=False) > 0) for part in x.split(count)])
 
 
@@ -118,7 +115,7 @@ class NormReluProduct(torch.autograd.Function):
         if ctx.mask is not None:
             between.masked_fill_(unpack_bits(ctx.mask, x.numel()).logical_not_().view(x.shape), 0)
         gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=ctx.mask is None, out=between)
-        return *_wanted(ctx, gradients), weight, bias, None, None, None
+        return *wanted(ctx, gradients), weight, bias, None, None, None
 
 
 class LeanNorm(torch.autograd.Function):
@@ -139,10 +136,10 @@ class LeanNorm(torch.autograd.Function):
             grad = torch.where(unpack_bits(ctx.mask, grad.numel()).view(grad.shape), grad, 0)
         relu = ctx.relu and ctx.mask is None
         gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=relu)
-        return *_wanted(ctx, gradients), None, None, None
+        return *wanted(ctx, gradients), None, None, None
 
 
-def _wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """The gradients of x, gamma and beta that are needed: a norm may have no parameters."""
     needs = ctx.needs_input_grad[:3]
     return tuple(gradient if need else None for gradient, need in zip(gradients, needs, strict=True))
@@ -232,12 +229,17 @@ def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bo
 
 def lean_relu(x: Tensor) -> Tensor:
     """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
-    return LeanRelu.apply(x, store(pack_bits((x <= 0).logical_not_())))
+    return LeanRelu.apply(x, _passing(x))
 
 
 def lean_relu_in_place(x: Tensor) -> Tensor:
     """In-place ReLU with a 1-bit mask."""
-    return LeanReluInPlace.apply(x, store(pack_bits((x <= 0).logical_not_())))
+    return LeanReluInPlace.apply(x, _passing(x))
+
+
+def _passing(x: Tensor) -> Stored:
+    """Where ReLU lets a gradient pass, one bit per element."""
+    return store(pack_bits((x <= 0).logical_not_()))
 
 
 def lean_max_pool(x: Tensor, window: Window) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .functions import take_stored
+from .functions import take_stored, wanted
 from .saved_tensors import StoredInput, store
 
 
@@ -23,11 +23,10 @@ class PlainNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        kept, (mean, invstd), wanted = take_stored(ctx), ctx.statistics, list(ctx.needs_input_grad[:3])
+        kept, (mean, invstd) = take_stored(ctx), ctx.statistics
         if isinstance(kept, StoredInput):
-            gradients = in_parts(grad, kept, mean, invstd, ctx.gamma)
-            return *(gradient if need else None for gradient, need in zip(gradients, wanted, strict=True)), None, None
-        settings = (*ctx.running, mean, invstd, True, ctx.eps, wanted)
+            return *wanted(ctx, in_parts(grad, kept, mean, invstd, ctx.gamma)), None, None
+        settings = (*ctx.running, mean, invstd, True, ctx.eps, list(ctx.needs_input_grad[:3]))
         return *torch.ops.aten.native_batch_norm_backward(grad, kept.take(), ctx.gamma, *settings), None, None
 
 

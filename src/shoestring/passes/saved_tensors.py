@@ -84,6 +84,14 @@ class StoredInput(Protocol):
         ...
 
 
+PIECE_BYTES = 1 << 20
+
+
+def samples_at_a_time(shape: torch.Size, dtype: torch.dtype, piece_bytes: int = PIECE_BYTES) -> int:
+    """How many samples of a tensor fill a piece of about so many bytes; at least one."""
+    return max(1, piece_bytes * shape[0] // max(1, shape.numel() * dtype.itemsize))
+
+
 def is_lossy(stored: Stored) -> bool:
     """Whether what comes back is not what was stored."""
     return isinstance(stored.stored if isinstance(stored, OneUse) else stored, StoredInput)

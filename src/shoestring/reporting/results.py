@@ -11,7 +11,7 @@ from ..runs.folder import replace_file
 from ..studies.study import PAPERS, Scale, Study
 from .figures import figure_file
 from .palette import ACCENT, INK, MUTED
-from .studies import MB, bytes_in_mb, claim_line, with_interval
+from .studies import MB, claim_line, memory_cells, with_interval
 
 
 def write_results(folder: Path, study: Study, found: dict[str, Any], trials: list[dict[str, Any]]) -> list[Path]:
@@ -73,8 +73,7 @@ def _table(study: Study, found: dict[str, Any]) -> list[str]:
     rows = []
     for row in found["rows"]:
         paper, quality = row["paper"], row["quality"]
-        cells = [row["label"], f"{paper['memory_mb']:g}" if "memory_mb" in paper else ""]
-        cells += [bytes_in_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
+        cells = memory_cells(row)
         if study.quality:
             cells.append(with_interval(paper.get(study.quality), paper.get("interval")))
             cells += [with_interval(quality.get(study.quality), quality.get("interval")), str(len(row["seeds"]) or "")]

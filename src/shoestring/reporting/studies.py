@@ -26,12 +26,18 @@ def _aligned(cells: list[str], widths: list[int]) -> str:
 
 def _cells(study: Study, row: dict[str, Any]) -> list[str]:
     paper, quality = row["paper"], row["quality"]
-    memory = [bytes_in_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
-    cells = [row["label"], f"{paper['memory_mb']:g}" if "memory_mb" in paper else "", *memory]
+    cells = memory_cells(row)
     if study.quality:
         printed = with_interval(paper.get(study.quality), paper.get("interval"))
         cells += [printed, with_interval(quality.get(study.quality), quality.get("interval"), len(row["seeds"]))]
     return cells
+
+
+def memory_cells(row: dict[str, Any]) -> list[str]:
+    """A row's label, and its MB: the paper's, by its rules, predicted, and on the heap."""
+    printed = row["paper"].get("memory_mb")
+    counted = [bytes_in_mb(row[key]) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")]
+    return [row["label"], "" if printed is None else f"{printed:g}", *counted]
 
 
 def bytes_in_mb(size: int | None) -> str:

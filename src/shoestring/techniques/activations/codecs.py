@@ -20,12 +20,11 @@ from torch._guards import active_fake_mode
 from ...ambient import Ambient
 from ...cache import spill_folder
 from ...errors import ShoestringError
-from ...passes.saved_tensors import AsIs, Store, Stored
+from ...passes.saved_tensors import AsIs, Store, Stored, samples_at_a_time
 from ...units import format_bytes
 from ..technique import Risk
 from .compressed import pack_both, pack_int, pack_pool, takes_floats, takes_pool
 
-PIECE_BYTES = 1 << 20  # of a tensor that is not in one piece, so much is copied at a time
 LARGEST_HALF = torch.finfo(torch.float16).max
 
 
@@ -106,7 +105,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.is_contiguous():
         yield tensor
     else:
-        yield from tensor.split(max(1, PIECE_BYTES * len(tensor) // tensor.nbytes))
+        yield from tensor.split(samples_at_a_time(tensor.shape, tensor.dtype))
 
 
 def _bytes(tensor: Tensor) -> memoryview:

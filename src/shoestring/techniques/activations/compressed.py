@@ -23,7 +23,7 @@ from ...kernels.pooling import expand, pool, pooled_weight_gradient
 from ...kernels.quantise import Key, dequantise, is_whole, quantise
 from ...passes.checksums import is_traced
 from ...passes.layers import Convolution
-from ...passes.saved_tensors import Stored
+from ...passes.saved_tensors import Stored, samples_at_a_time
 
 PIECE_BYTES = 1 << 18  # of a tensor, so much is expanded at a time, or one sample
 LEAST_ROW = 64  # a row that is shorter shares its groups with its neighbours
@@ -96,7 +96,7 @@ class Compressed:
 
 def pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     """A tensor's shape -> ranges of its samples, PIECE_BYTES or a sample at a time."""
-    count = max(1, PIECE_BYTES * shape[0] // max(1, shape.numel() * dtype.itemsize))
+    count = samples_at_a_time(shape, dtype, PIECE_BYTES)
     return ((start, min(start + count, shape[0])) for start in range(0, shape[0], count))
 
 

@@ -26,8 +26,8 @@ SMALL = 4096  # FP32 tensors below this size (norms, biases) keep FP32 state: it
 
 
 class LeanOptimizer(torch.optim.Optimizer):
-    """An algorithm is a subclass with `update`; one that can accumulate gradients in its momentum has
-    `fold_into_momentum` and `apply_momentum` as well.
+    """An algorithm is a subclass with `update`, which reads the settings of its `rule` from the groups; one that can
+    accumulate gradients in its momentum has `fold_into_momentum` and `apply_momentum` as well.
 
     `form` is that of the moments: fp32, fp16, bf16 or 8bit. `seed` and `updates` of the groups make the random bits
     of rounding, so they are saved with the run.
@@ -39,12 +39,12 @@ class LeanOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        defaults: dict[str, Any],
+        rule: Any,
         form: str = "fp32",
         in_backward: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(parameters, defaults | {"form": form, "seed": seed, "updates": 0})
+        super().__init__(parameters, vars(rule) | {"form": form, "seed": seed, "updates": 0})
         self.in_backward = in_backward
         self._taken: dict[Tensor, None] = {}  # whose gradients this step has applied so far
 

@@ -98,15 +98,7 @@ class Factored(LeanOptimizer):
 
 # -- SM3 ------------------------------------------------------------------------------------------------------
 class LeanSM3(Factored):
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        rule: SM3,
-        form: str = "fp32",
-        in_backward: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(parameters, vars(rule), form, in_backward, seed)
+    """SM3-II."""
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """sum = min(row, column) + g^2; m = mu m + (1 - mu) g / sqrt(sum); weight -= lr m; row, column = max of sum."""
@@ -137,15 +129,7 @@ class LeanSM3(Factored):
 
 # -- Adafactor ------------------------------------------------------------------------------------------------
 class LeanAdafactor(Factored):
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        rule: Adafactor,
-        form: str = "fp32",
-        in_backward: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(parameters, vars(rule), form, in_backward, seed)
+    """Adafactor."""
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """u = g / sqrt(row column / mean(row)); weight -= step u / max(1, RMS(u) / clip)."""

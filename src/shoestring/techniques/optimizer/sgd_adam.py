@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
-from ...task import SGD, Adam
+from ...task import SGD
 from .base import LeanOptimizer
 
 
@@ -19,7 +19,7 @@ class LeanSGD(LeanOptimizer):
     """SGD. Heavy-ball momentum accumulates gradients: m = mu m + g1 + g2 + ... needs them one at a time."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, in_backward: bool, seed: int) -> None:
-        super().__init__(parameters, vars(rule), form, in_backward, seed)
+        super().__init__(parameters, rule, form, in_backward, seed)
         self.folds_into_momentum = in_backward and all(map(is_heavy_ball, self.param_groups))
         if any(group["nesterov"] for group in self.param_groups):
             self.why_not_folded = "Nesterov's momentum needs the sum of their gradients beside the momentum"
@@ -54,9 +54,6 @@ class LeanAdam(LeanOptimizer):
     """Adam and AdamW."""
 
     why_not_folded = "Adam's second moment needs the square of their sum"
-
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: Adam, form: str, in_backward: bool, seed: int) -> None:
-        super().__init__(parameters, vars(rule), form, in_backward, seed)
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         first = self.moment(weight, group, "exp_avg")
