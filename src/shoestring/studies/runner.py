@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def _deciding(row: Row) -> dict[str, Any]:
 
 
 def jobs_of(study: Study, scale_name: str, root: str | None = None) -> list[Job]:
-    """All jobs of a study at a scale: the memory of each row, and its trainings."""
+    """All jobs of a study at a scale: the memory of each row, and its trainings, every row's first seed before second ones."""
     scale = study.scale(scale_name)
     jobs = [memory_job(study, row, scale) for row in study.rows]
     if scale_name != "memory" and scale is not None:
-        jobs += [job for row in study.rows for job in training_jobs(study, row, scale, root)]
+        seeds = zip_longest(*(training_jobs(study, row, scale, root) for row in study.rows))
+        jobs += [job for row in seeds for job in row if job]
     return jobs
 
 
