@@ -20,6 +20,7 @@ _HOMES = {
     "Profile": "profiling",
     "Plan": "planning.plan",
     "apply": "training.apply",
+    "plain": "techniques.plain",
     "train": "training.loop",
     "load_weights": "runs.save",
     "measure": "measuring",
@@ -40,6 +41,7 @@ __all__ = [
     "builtin",
     "load_weights",
     "measure",
+    "plain",
     "plan",
     "profile",
     "train",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from .profiling import Profile
     from .runs.save import load_weights
     from .task import SGD, Adam, Task
+    from .techniques.plain import plain
     from .training.apply import apply
     from .training.loop import train
 

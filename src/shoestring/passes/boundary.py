@@ -78,6 +78,12 @@ def bound(model: nn.Module, dtype: torch.dtype) -> None:
         module.register_forward_hook(CastOutputs(), always_call=True)
 
 
+def boundary_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of a model that has these hooks; None if it has none."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return next((hook.dtype for hook in hooks if isinstance(hook, CastInputs)), None)
+
+
 def release(model: nn.Module) -> None:
     """Removes the hooks."""
     for module in model.modules():

@@ -49,13 +49,14 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
             yield f"{name} {value}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
             yield f"{name} {value}: without it about {format_bytes(search.estimate(less)[0], 2)}"
-    yield from _warnings(option.settings)
+    yield from _warnings(search, option.settings)
     if option.settings and search.not_rehearsed and search.wants_rehearsal:
         yield f"not rehearsed: {search.not_rehearsed}"
 
 
-def _warnings(settings: Settings) -> list[str]:
-    return [f"{name}: {words}" for name, value in settings if (words := REGISTRY[name].warning(value))]
+def _warnings(search: "Search", settings: Settings) -> list[str]:
+    told = ((name, REGISTRY[name].warning(search.task, value)) for name, value in settings)
+    return [f"{name}: {words}" for name, words in told if words]
 
 
 # -- what else there is -------------------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def _more_risk(search: "Search", allowed: Risk) -> str:
         if level > allowed and (option := search.best(level)):
             traced = search.traces.of(option.settings)
             assert traced is not None
-            costs = "".join(f" ({warning})" for warning in _warnings(option.settings))
+            costs = "".join(f" ({warning})" for warning in _warnings(search, option.settings))
             return (
                 f"risk {level.name.lower()} would fit: {option}, {format_bytes(traced.peak_bytes)}, "
                 f"{search.time_ratio(option):.2f}x the time{costs}: add --risk {level.name.lower()}"

@@ -17,6 +17,7 @@ from ..errors import NoPlanFits
 from ..profiling import Profile
 from ..rates import NOMINAL, Rates
 from ..task import Task
+from ..techniques.plain import check_plain
 from ..techniques.registry import REGISTRY
 from ..techniques.technique import Effect, Risk
 from ..units import parse_bytes
@@ -50,6 +51,7 @@ def plan(
     because of an error that is not a refusal of Shoestring's.
     """
     limit, allowed = parse_bytes(budget), Risk.named(risk)
+    check_plain(task)
     search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
     try:
         for level in Risk:

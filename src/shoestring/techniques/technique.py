@@ -74,7 +74,7 @@ def _compatible(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unwarned(value: Any) -> str:
+def _unwarned(task: Task, value: Any) -> str:
     return ""
 
 
@@ -89,7 +89,7 @@ class Technique(NamedTuple):
     `options(task)` are the values that the planner may try; if there is none, it raises ShoestringError (NoEffect if
     the technique would change nothing) with the reason.
     `risk(task, value)` says how a value affects results, `roughness` how much within its risk, in steps of about half a
-    point of accuracy; `warning(value)` is for users who did not choose the technique themselves, "" if there is none.
+    point of accuracy; `warning(task, value)` is for users who did not choose the technique themselves, or "".
     `refuses(task, settings)` is the reason why two settings of a plan are incompatible, "" if they are not.
     `effect(task, value)` scales a trace of the whole batch. Without it a value needs a trace of its own, and
     `bounds(task, value)` says what is known before.
@@ -103,4 +103,4 @@ class Technique(NamedTuple):
     refuses: Callable[[Task, Mapping[str, Any]], str] = _compatible
     effect: Callable[[Task, Any], Effect] | None = None
     bounds: Callable[[Task, Any], Bounds] = _unknown
-    warning: Callable[[Any], str] = _unwarned
+    warning: Callable[[Task, Any], str] = _unwarned

@@ -1,5 +1,6 @@
 """`apply(task, plan) -> LeanTask`: the task with a plan's techniques in force, ready to step."""
 
+import copy as copying
 import threading
 from typing import Any
 
@@ -9,6 +10,7 @@ from ..planning.plan import Plan
 from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
+from ..techniques.plain import check_plain, note_plan
 from ..techniques.registry import apply_settings
 
 _making = threading.Lock()  # around making a stepper: two steppers would have two optimizers
@@ -53,9 +55,23 @@ class LeanTask:
 
 def lean_task(task: Task, plan: Plan) -> Task:
     """A task and a plan -> the task with the plan's techniques applied, still a description."""
-    return apply_settings(task, plan.techniques())
+    techniques = plan.techniques()
+    if not techniques:
+        return task
+    check_plain(task, techniques)
+    lean = apply_settings(task, techniques)
+    note_plan(lean.model)
+    return lean
 
 
-def apply(task: Task, plan: Plan) -> LeanTask:
-    """A task and a plan -> a task that trains within the plan's memory."""
+def apply(task: Task, plan: Plan, copy: bool = False) -> LeanTask:
+    """A task and a plan -> a task that trains within the plan's memory.
+
+    The model is changed in place, so that it is never in memory twice: in 16 bits its weights are rounded, and of a
+    model that has values sparse layers keep the largest. With `copy` a copy of the model (and of a loss that is an
+    object) is changed instead; `shoestring.plain(model)` leads back to PyTorch's own layers in FP32.
+    """
+    if copy:
+        model, loss = copying.deepcopy((task.model, task.loss))  # together: a loss may hold the model
+        task = task.with_(model=model, loss=loss, microbatches=task.microbatches)
     return LeanTask(lean_task(task, plan), plan)

@@ -95,7 +95,7 @@ def roughness(task: Task, rules: str) -> int:
     return COMPRESSED[rules].roughness if rules in COMPRESSED else 0
 
 
-def warning(rules: str) -> str:
+def warning(task: Task, rules: str) -> str:
     """What is known about the gradients of a codec that the planner chose."""
     if rules not in COMPRESSED:
         return ""

@@ -38,7 +38,8 @@ class Settings:
     `fraction` of all positions is rewired at a time. Multipliers that are None are those of the paper's tables 8
     (if most positions are in convolutions) and 9, at the nearest density, and are fitted to few nonzeros and to short
     runs (see `rewiring`); explicit ones are used as they are, or refused. `updates` is the run length assumed when the
-    trainer does not pass one. `positions` says which weights of a dense model survive: random ones, or the largest.
+    trainer does not pass one. `positions` says which weights of a model that has values survive: the largest, unless
+    random ones are asked for; those of a model on the meta device are drawn at random positions.
     """
 
     nonzero: float
@@ -48,7 +49,7 @@ class Settings:
     fraction_multiplier: float | None = None
     frequency_multiplier: float | None = None
     updates: int = 100_000
-    positions: str = "random"
+    positions: str | None = None
     seed: int = 0
 
 
@@ -80,6 +81,12 @@ def effect(task: Task, nonzero: float) -> Effect:
     return Effect(density + index, density, density, density, density, layers=tuple(layers))
 
 
+def warning(task: Task, nonzero: float) -> str:
+    on_meta = any(parameter.is_meta for parameter in task.model.parameters())
+    drawn = "weights are drawn at random positions" if on_meta else "of the model's weights the largest are kept"
+    return f"{drawn}; {WARNING}"
+
+
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task with sparse layers. A model on the meta device is copied, a real one changed in place:
     it must not be in memory twice."""
@@ -95,7 +102,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(model=model, after_update=(*task.after_update, *hooks))
 
 
-TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=lambda nonzero: WARNING)
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=warning)
 
 
 def _check_rewiring(settings: Settings) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ...errors import NoEffect, ShoestringError
@@ -27,15 +28,17 @@ def from_dense(
     model: nn.Module,
     nonzero: float,
     layers: tuple[str, ...] = (),
-    positions: str = "largest",
+    positions: str | None = "largest",
     seed: int = 0,
     readers: Mapping[str, str] = NOBODY,
 ) -> nn.Module:
     """A model -> the same one, whose layers (see `select`) hold `nonzero` percent of their weights, all alike.
 
-    Of a weight on the meta device only the sizes are fixed; it is drawn when the model is materialised.
+    Of a weight on the meta device only the sizes are fixed; it is drawn when the model is materialised, at random
+    positions. Of one that has values the `largest` survive, or those at `random` positions if asked for.
     """
     check_nonzero(nonzero)
+    positions = positions or "largest"
     if positions not in POSITIONS:
         raise ShoestringError(f"positions={positions!r} is not known: use one of {', '.join(POSITIONS)}")
     chosen = select(model, layers, readers)
@@ -90,13 +93,26 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             if child is old:
                 parent._modules[name] = new
                 if isinstance(parent, nn.TransformerEncoderLayer):
-                    parent.activation_relu_or_gelu = 0  # no fast path: it reads the weight of its layers itself
+                    _choose_path(parent)
+
+
+def _choose_path(layer: nn.TransformerEncoderLayer) -> None:
+    """Switches off PyTorch's fast path, which reads the weight of its layers itself, as long as one is sparse."""
+    kinds = {1: (F.relu, nn.ReLU), 2: (F.gelu, nn.GELU)}
+    is_sparse = any(isinstance(child, SparseLayer) for child in layer.modules())
+    own = (number for number, (function, kind) in kinds.items()
+           if layer.activation is function or isinstance(layer.activation, kind))  # fmt: skip
+    layer.activation_relu_or_gelu = 0 if is_sparse else next(own, 0)
 
 
 def convert_to_dense(model: nn.Module) -> nn.Module:
     """A model with sparse layers -> a copy in which they are PyTorch's own, with all their zeros and with the hooks by
     which a model in 16 bits takes FP32."""
-    model = copy.deepcopy(model)
+    return densify(copy.deepcopy(model))
+
+
+def densify(model: nn.Module) -> nn.Module:
+    """The same in place, a layer at a time."""
     weights: dict[int, Any] = {}  # by the values that layers may share
     for layer in [module for module in model.modules() if isinstance(module, SparseLayer)]:
         dense = layer.to_dense()
