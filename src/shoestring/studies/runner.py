@@ -50,7 +50,7 @@ def _deciding(row: Row) -> dict[str, Any]:
 
 
 def jobs_of(study: Study, scale_name: str, root: str | None = None) -> list[Job]:
-    """All jobs of a study at a scale: the memory of each row, and its trainings, every row's first seed before second ones."""
+    """All jobs of a study at a scale: the memory of each row, then its trainings, all first seeds first."""
     scale = study.scale(scale_name)
     jobs = [memory_job(study, row, scale) for row in study.rows]
     if scale_name != "memory" and scale is not None:
