@@ -11,9 +11,10 @@ from torch import nn
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
-from shoestring.fidelity import Overlap, gradients, probe, total, untouched
+from shoestring.fidelity import probe
 from shoestring.models.images import classification_loss
 from shoestring.step import Stepper
+from shoestring.techniques.activations.gradients import Overlap, gradients, total, untouched
 
 
 class Net(nn.Module):

@@ -5,26 +5,19 @@ the same weights, the same random numbers, and buffers (the running statistics o
 training itself is not changed by a bit.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-
 from .errors import NoEffect, ShoestringError
-from .finite import Buffers
-from .randomness import RandomState
 from .step import Stepper
 from .task import Task
 from .techniques.activations.codecs import codec_of
+from .techniques.activations.gradients import Overlap, gradients, total, untouched, weights_of
 from .techniques.activations.rehearsals import Saved, saved
 from .techniques.registry import apply_settings
 
-TINY = 1e-300  # a norm that is zero counts as this, so that two gradients that are zero are equal
-Gradients = dict[str, Tensor]
 Tell = Callable[[int, int], None]  # steps done, steps in all
 
 
@@ -74,30 +67,6 @@ class Fidelity:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Overlap(NamedTuple):
-    """The inner product of two gradients and their squared norms; those of several tensors add up."""
-
-    product: float
-    exact: float
-    lossy: float
-
-    @classmethod
-    def of(cls, exact: Tensor, lossy: Tensor) -> "Overlap":
-        a, b = (gradient.to_dense().double().flatten() for gradient in (exact, lossy))
-        return cls((a @ b).item(), (a @ a).item(), (b @ b).item())
-
-    @property
-    def cosine(self) -> float:
-        """1 where both gradients are zero, 0 where one is."""
-        if self.exact == self.lossy == 0:
-            return 1.0
-        return self.product / math.sqrt(max(self.exact * self.lossy, TINY))
-
-    @property
-    def norm_ratio(self) -> float:
-        return math.sqrt(max(self.lossy, TINY) / max(self.exact, TINY))
 
 
 class Codec(NamedTuple):
@@ -195,49 +164,13 @@ def _overlaps(task: Task, codecs: Sequence[Codec], batch: Any) -> dict[str, dict
     return found
 
 
-def gradients(task: Task, batch: Any) -> Gradients:
-    """The gradients of a batch's loss by the names of parameters, without an update."""
-    stepper, pieces = Stepper(task), list(task.split(batch))
-    try:
-        for piece, weight in zip(pieces, task.weights(pieces), strict=True):
-            if weight:
-                stepper.one_pass(piece, weight)
-        return {name: p.grad for name, p in task.model.named_parameters() if p.grad is not None}
-    finally:
-        task.model.zero_grad(set_to_none=True)
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the model's buffers and all random generators are as before."""
-    everything = {(module, name) for module in model.modules() for name in module._buffers}
-    buffers, random = Buffers(model, everything), RandomState({})
-    before = random.state()
-    try:
-        yield
-    finally:
-        buffers.restore()
-        random.restore(before)
-
-
-# -- sums -------------------------------------------------------------------------------------------------------
-def total(overlaps: Iterable[Overlap]) -> Overlap:
-    """The overlap of several tensors' gradients together."""
-    return Overlap(*(sum(part) for part in zip(*overlaps, strict=True)))
-
-
-def _weights(module: str, given: Iterable[str], names: Iterable[str]) -> set[str]:
-    """The parameters that a module's operations were given or, where their weight is computed first, all of its own."""
-    return {name for name in given if name} or {name for name in names if module and name.startswith(f"{module}.")}
-
-
 def _layers(codecs: Sequence[Codec], seen: Sequence[_Seen]) -> Iterator[LayerFidelity]:
     """A row per codec and layer whose input some codec compresses; another codec may store it as it is."""
     names = seen[0].overlaps[codecs[0].word]
     for module in dict.fromkeys(kept.module for codec in codecs for kept in codec.saved.compressed):
         inputs = {codec.word: [k for k in codec.saved.compressed if k.module == module] for codec in codecs}
         given = {kept.weight for found in inputs.values() for kept in found}
-        weights = _weights(module, given, names) & set(names)
+        weights = weights_of(module, given, names) & set(names)
         if not weights:
             continue  # the input of a region, or of a layer whose output nobody reads
         exact_bytes = max(sum(kept.exact_bytes for kept in found) for found in inputs.values())

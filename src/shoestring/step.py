@@ -71,6 +71,7 @@ class Stepper:
     def __init__(self, task: Task, length: int | None = None) -> None:
         self.task, self.length = task, length
         self.told: dict[str, Any] = {}  # by the hooks after the last update
+        self.microbatch: Any = None  # the step's first, while the hooks after the update run
         self.optimizer = make(task.optimizer, task.model)
         self._driven: Optimizer = (
             self.optimizer if isinstance(self.optimizer, Optimizer) else _TorchOptimizer(self.optimizer)
@@ -104,8 +105,10 @@ class Stepper:
         self.told = {}
         if not self.skipped:
             self.updates += 1
+            self.microbatch = weighed[0][0]
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
+        self.microbatch = None
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def begin(self, pieces: int) -> None:

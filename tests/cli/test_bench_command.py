@@ -38,7 +38,8 @@ def test_a_page_has_both_runs_and_the_ratios(shoestring):
     "arguments, code, words",
     [
         (("--budget", "lots"), 2, "'lots' is not a size"),
-        (("--budget", "1MB", "--microbatch", 2), 2, "--budget plans what --microbatch says already"),
+        (("--budget", "10KB", "--microbatch", 2), 3, "with microbatch 2 a step would need"),
+        (("--activations", "adaptive"), 2, "activations adaptive needs a budget"),
         (("--budget", "1KB"), 3, "no plan of risk neutral fits 1.000 KB: the smallest peak is"),
     ],
 )

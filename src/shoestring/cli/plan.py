@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, load_task, users_code
-from .options import command, given, output_file, print_json, whole_number, write_text
+from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",
     "wrn-28-2 --data cifar-10-batches-bin --batch 100 --budget 7MB --output plan.json",
+    "resnet18 --batch 100 --budget 200MB --activations adaptive",
 )
 
 
@@ -22,6 +23,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--data", metavar="DIR", help="plan for the batches that `train --data DIR` reads")
     parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 7MB or 1.5GB")
     add_risk(parser)
+    add_techniques(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
     parser.add_argument("--explain", action="store_true", help="also what was left out, and why")
@@ -70,7 +72,8 @@ def _on_data(args: argparse.Namespace) -> "Plan":
 
 
 def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "Plan":
-    """A task and the arguments --budget, --risk and --threads -> the plan, with operators' scratch calibrated."""
+    """A task and the arguments --budget, --risk, --threads and techniques, if any are named -> the plan; operators'
+    scratch is calibrated."""
     import torch
 
     from ..measuring import calibrate
@@ -101,4 +104,5 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
             progress=tell,
             rehearse=rehearse,
             warn=warn,
+            **techniques_of(args),
         )

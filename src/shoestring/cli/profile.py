@@ -9,6 +9,7 @@ from ..errors import ShoestringError
 from ..techniques.words import in_words
 from .model import add_model, is_builtin, load_task, users_code
 from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
+from .plan import add_risk, make_plan
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
@@ -31,6 +32,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
     add_techniques(parser)
+    parser.add_argument("--budget", metavar="SIZE", help="plan for this budget, or hold the named techniques to it")
+    add_risk(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +80,8 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    task = lean_task(load_task(args.model, sizes, device="meta"), Plan(**techniques))
+    task = load_task(args.model, sizes, device="meta")
+    task = lean_task(task, make_plan(task, args) if args.budget else Plan(**techniques))
     with progress("calibrating the step's operators, once for this machine") as advance:
         result = profile(task, calibrate=not args.no_calibrate, progress=advance)
     data = result.to_json()

@@ -118,6 +118,7 @@ def _folder(args: argparse.Namespace) -> "RunFolder":
 def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
     """The plan: from a file, from the techniques named, from the resumed run, or made for the budget."""
     from ..planning.plan import Plan
+    from ..techniques.registry import is_open
     from .job import read_plan
     from .plan import make_plan
 
@@ -126,11 +127,11 @@ def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
         raise ShoestringError(f"--plan and --{min(techniques)} both say what to do: give one of them")
     if args.plan:
         return read_plan(args.plan, job.task)
-    if techniques:
-        return Plan(**techniques)
-    if args.resume and folder.plan_path.exists():
+    if args.resume and folder.plan_path.exists() and not techniques:
         return read_plan(folder.plan_path, job.task)
-    return job.plan_in_tokens(make_plan(job.task, args, rehearse=True)) if args.budget else Plan()
+    if args.budget and (not techniques or is_open(techniques)):
+        return job.plan_in_tokens(make_plan(job.task, args, rehearse=True))
+    return Plan(**techniques)
 
 
 def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:

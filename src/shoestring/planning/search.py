@@ -10,17 +10,18 @@ each trace. An option's time is bounded from below before it is traced (`Search.
 import heapq
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import inf, prod
+from typing import Any
 
-from ..errors import NoPlanFits
+from ..errors import NoPlanFits, OverBudget, ShoestringError
 from ..profiling import Profile
 from ..rates import NOMINAL, Rates
 from ..task import Task
 from ..techniques.plain import check_plain
-from ..techniques.registry import REGISTRY
+from ..techniques.registry import REGISTRY, sized
 from ..techniques.technique import Effect, Risk
-from ..units import parse_bytes
+from ..units import format_bytes, parse_bytes
 from . import explain
 from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
@@ -41,6 +42,7 @@ def plan(
     progress: Progress = lambda message: None,
     rehearse: bool = False,
     warn: Callable[[str], None] = warnings.warn,
+    **techniques: Any,
 ) -> Plan:
     """A task and a budget -> the fastest plan, by prediction, of the lowest risk that fits it.
 
@@ -49,11 +51,15 @@ def plan(
     operators is not counted. With `rehearse`, one microbatch runs forward and backward under a plan, on a copy of the
     model, before the plan is returned; a plan that fails is left out. `warn` is called for options that were left out
     because of an error that is not a refusal of Shoestring's.
+    With `techniques`, in a plan's words, these are the plan and nothing is searched; a value that asks for a budget
+    (`activations="adaptive"`) is made for this one.
     """
     limit, allowed = parse_bytes(budget), Risk.named(risk)
     check_plain(task)
     search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
     try:
+        if techniques:
+            return search.finish(search.named(techniques))
         for level in Risk:
             if level <= allowed and (found := search.best(level)):
                 return search.finish(found)
@@ -101,6 +107,27 @@ class Search:
                 if self.could_fit(option) and self.fits(option):
                     return option
         return None
+
+    def named(self, techniques: Mapping[str, Any]) -> Option:
+        """The option that a user named, made for the budget where it asks for one; refused if it does not fit."""
+
+        def fits(values: Mapping[str, Any]) -> bool:
+            return self.fits(self.candidates.option(tuple(values.items())))
+
+        task = self.traces.task(())
+        assert task is not None
+        option = self.candidates.option(tuple(sized(task, Plan(**techniques).techniques(), fits).items()))
+        traced = self.peak(option)
+        if traced is None:
+            reasons = [str(one.reason) for one in self.left_out]
+            raise ShoestringError(f"{option} cannot be applied: {reasons[-1] if reasons else 'it failed'}")
+        if not self.has_room(traced):
+            needed = format_bytes(traced.peak_bytes + object_bytes(traced))
+            raise OverBudget(
+                f"with {option} a step would need {needed}, predicted, objects included, and the budget is "
+                f"{format_bytes(self.budget)}: name further techniques, or name none to have them chosen"
+            )
+        return option
 
     def _from_the_fastest(self, options: list[Option]) -> Iterator[Option]:
         """Options by predicted time; one whose time is only bounded is traced once its bound is the lowest."""

@@ -36,7 +36,7 @@ WORDS = (
     ),
     Word(
         "activations", "activations",
-        "how saved activations are stored: offload, half, masks, pool2, int4, pool8+int2, or rules", "A",
+        "how saved activations are stored: offload, half, masks, pool2, int4, pool8+int2, adaptive, or rules", "A",
         {"rules": TEXT},
     ),
     Word(

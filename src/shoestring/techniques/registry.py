@@ -1,6 +1,7 @@
 """The records of all techniques, by their words, and the one function that applies them."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from importlib import import_module
 from typing import Any
@@ -26,6 +27,22 @@ def apply_settings(task: Task, values: Mapping[str, Any]) -> Task:
             task = technique.apply(task, settings)
             task = task.with_(settings=task.settings | {word.name: plan_value(settings)})
     return task
+
+
+def is_open(values: Mapping[str, Any]) -> bool:
+    """Whether one of a plan's values means something under a budget only."""
+    return any(value in REGISTRY[name].open_values for name, value in values.items() if isinstance(value, str))
+
+
+def sized(task: Task, values: Mapping[str, Any], fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """A plan's values -> the same, but open ones are made definite, so that `fits(values)` holds."""
+    found = {word.name: values[word.name] for word in WORDS if word.name in values}
+    for name, value in found.items():
+        if (fit := REGISTRY[name].sized) is not None and is_open({name: value}):
+            before = dict(itertools.takewhile(lambda pair, name=name: pair[0] != name, found.items()))
+            task_before = apply_settings(task, before)
+            found[name] = fit(task_before, value, lambda value, name=name: fits(found | {name: value}))
+    return found
 
 
 def plan_value(settings: Any) -> Any:

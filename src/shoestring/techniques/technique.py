@@ -91,6 +91,8 @@ class Technique(NamedTuple):
     `risk(task, value)` says how a value affects results, `roughness` how much within its risk, in steps of about half a
     point of accuracy; `warning(task, value)` is for users who did not choose the technique themselves, or "".
     `refuses(task, settings)` is the reason why two settings of a plan are incompatible, "" if they are not.
+    `open_values` mean something under a budget only (as `adaptive` does): `sized(task, value, fits)` turns one into a
+    value for which `fits(value)` holds; `task` has the techniques before this one.
     `effect(task, value)` scales a trace of the whole batch. Without it a value needs a trace of its own, and
     `bounds(task, value)` says what is known before.
     """
@@ -104,3 +106,5 @@ class Technique(NamedTuple):
     effect: Callable[[Task, Any], Effect] | None = None
     bounds: Callable[[Task, Any], Bounds] = _unknown
     warning: Callable[[Task, Any], str] = _unwarned
+    open_values: tuple[str, ...] = ()
+    sized: Callable[[Task, Any, Callable[[Any], bool]], Any] | None = None

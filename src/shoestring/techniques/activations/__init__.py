@@ -8,6 +8,7 @@ The card is docs/techniques/activations.md.
     activations="pool2", "pool4"             inputs of layers as averages of 2 x 2 or 4 x 4 pixels; approximate
     activations="int8", "int4", "int2"       inputs of layers in a few bits, rounded stochastically; approximate
     activations="pool8+int2"                 averages, and in 2 bits what they leave out; approximate
+    activations="adaptive-60MB"              one of these for each layer, by measured errors (adaptive.py); approximate
     activations="blocks.*=offload"           only tensors saved inside these modules
     activations="head:softmax=half,offload"  16 bits for what softmax saves inside `head`, a file for everything else
 
@@ -17,21 +18,27 @@ them ("*:batch_norm=int8"). The forward pass and the loss are the same to the bi
 Parameters, buffers and the model's inputs are alive anyway and stay as they are, and so do small tensors.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ...errors import NoEffect, ShoestringError
+from ...errors import NoEffect, NoPlanFits, ShoestringError
 from ...passes.mode import askers_of, mode_context, with_mode
 from ...task import Task
+from ...units import format_bytes, parse_bytes
 from ..checkpoint import has_norms
 from ..technique import Bounds, Price, Risk, Technique
+from .adaptive import EXACT, Adaptive, parts_of
 from .codecs import codec_of
 from .rehearsals import saved, saved_bytes
 from .saving import SMALL_BYTES, Rule, SavedPass, is_compressing
 
-EXAMPLES = 'offload, half, masks, pool2, int4, pool8+int2, "blocks.*=offload" or "head:softmax=half,offload"'
+EXAMPLES = (
+    'offload, half, masks, pool2, int4, pool8+int2, adaptive-60MB, "blocks.*=offload" or "head:softmax=half,offload"'
+)
+_ADAPTIVE = re.compile(r"adaptive(?:-(.+))?")
 
 
 class Offer(NamedTuple):
@@ -64,6 +71,22 @@ class Settings:
         return tuple(_rule(part) for part in self._parts if part != "masks")
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the codecs are chosen while training."""
+        return _ADAPTIVE.fullmatch(self.rules) is not None
+
+    @property
+    def limit(self) -> int:
+        """The bytes that the batch may save, of `adaptive`."""
+        found = _ADAPTIVE.fullmatch(self.rules)
+        if found is None or found[1] is None:
+            raise ShoestringError(
+                "activations adaptive needs a budget: name what the batch may save (adaptive-60MB), or give --budget "
+                "beside it (in Python, shoestring.plan(task, budget, activations='adaptive'))"
+            )
+        return parse_bytes(found[1])
+
+    @property
     def masks(self) -> bool:
         """Whether ReLU and dropout save one bit per element."""
         return "masks" in self._parts
@@ -83,6 +106,8 @@ def _rule(text: str) -> Rule:
 
 def risk(task: Task, rules: str) -> Risk:
     """The highest of the codecs' risks."""
+    if Settings(rules).adaptive:
+        return Risk.APPROXIMATE
     return max((found.risk for rule in Settings(rules).parsed if (found := codec_of(rule.codec))), default=Risk.EXACT)
 
 
@@ -137,6 +162,8 @@ def bounds(task: Task, rules: str) -> Bounds:
 
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task, which stores the activations that its operations save in another form."""
+    if settings.adaptive:
+        return _adapting(task, settings.limit)
     if settings.masks:
         task = _with_masks(task)
     rules = settings.parsed
@@ -145,7 +172,45 @@ def apply(task: Task, settings: Settings) -> Task:
     return _with_rules(task, rules) if rules else task
 
 
-TECHNIQUE = Technique(Settings, apply, options, risk, roughness, refuses, bounds=bounds, warning=warning)
+def sized(task: Task, rules: str, fits: Callable[[str], bool]) -> str:
+    """`adaptive` -> `adaptive-SIZE`, with the largest SIZE, to 3%, for which a step fits the budget."""
+    parts = parts_of(_with_stores(task))
+    low, high = sum(min(part.bytes.values()) for part in parts), sum(part.bytes[EXACT] for part in parts)
+    if fits(f"adaptive-{high}B"):
+        return f"adaptive-{high}B"
+    if not fits(f"adaptive-{low}B"):
+        raise NoPlanFits(
+            f"with the roughest codecs, which store {format_bytes(high)} of activations in {format_bytes(low)}, a step "
+            "is still over the budget: raise it, or add checkpointing or microbatches"
+        )
+    while high - low > 0.03 * high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(f"adaptive-{middle}B") else (low, middle)
+    return f"adaptive-{low}B"
+
+
+TECHNIQUE = Technique(
+    Settings,
+    apply,
+    options,
+    risk,
+    roughness,
+    refuses,
+    bounds=bounds,
+    warning=warning,
+    open_values=("adaptive",),
+    sized=sized,
+)
+
+
+def _adapting(task: Task, limit: int) -> Task:
+    """Layers hand their inputs to the rules that the hook chooses, and chooses again."""
+    stored = _with_stores(task)
+    parts = parts_of(stored)
+    if not parts:
+        raise NoEffect(f"{type(task.model).__name__} saves nothing that a codec takes: leave out activations adaptive")
+    hook = Adaptive(parts, limit)
+    return stored.with_(contexts=(*stored.contexts, hook.context), after_update=(*stored.after_update, hook))
 
 
 def _with_masks(task: Task) -> Task:

@@ -3,7 +3,7 @@
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -43,6 +43,7 @@ class Kept(NamedTuple):
     """A tensor that was compressed: where, the parameter that its operation was called with, bytes before and after."""
 
     module: str
+    operation: str
     weight: str
     exact_bytes: int
     stored_bytes: int
@@ -59,8 +60,9 @@ class SavedPass:
     """The context of a pass in which the rules decide. The number of the pass is part of a run's state: with it, the
     seed and a tensor's place in the model, stochastic rounding is the same in a run that was resumed."""
 
-    rules: tuple[Rule, ...]
+    rules: Sequence[Rule]  # a list may change between two passes
     seed: int = 0
+    least_bytes: int = SMALL_BYTES  # a smaller tensor is stored as it is
     _passes: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
 
     @contextmanager
@@ -71,7 +73,7 @@ class SavedPass:
             words = sorted({rule.codec for rule in self.rules})
             codecs = {word: codec for word in words if (codec := codec_of(word)) is not None}
             stores = {word: stack.enter_context(codec.opened()) for word, codec in codecs.items() if codec.opened}
-            saver = Saver(self.rules, codecs, stores, model, (self.seed, self._passes[0]))
+            saver = Saver(self.rules, codecs, stores, model, (self.seed, self._passes[0]), self.least_bytes)
             stack.enter_context(saver.place.following(model))
             stack.enter_context(storing(saver.keep))
             yield saver
@@ -88,12 +90,14 @@ class Saver:
 
     def __init__(
         self,
-        rules: tuple[Rule, ...],
+        rules: Sequence[Rule],
         codecs: dict[str, Codec],
         stores: dict[str, Store],
         model: nn.Module,
         noise: tuple[int, int] = (0, 0),
+        least_bytes: int = SMALL_BYTES,
     ) -> None:
+        self.least_bytes = least_bytes
         self.rules, self.codecs, self.stores, self.noise = rules, codecs, stores, noise
         self.place = Place(model)
         self.shared = {word: Deduplicated() for word in codecs}
@@ -108,9 +112,9 @@ class Saver:
         codec = self.codecs[rule.codec]
         with torch.no_grad(), torch._C.DisableTorchFunction():
             storage_bytes = tensor.untyped_storage().nbytes()
-            if tensor.nbytes < SMALL_BYTES:
+            if tensor.nbytes < self.least_bytes:
                 # A small view would keep its whole base alive.
-                return AsIs(tensor.detach().clone() if storage_bytes >= SMALL_BYTES else tensor)
+                return AsIs(tensor.detach().clone() if storage_bytes >= self.least_bytes else tensor)
             channel = self._channel(tensor)
             if not codec.takes(tensor, channel):
                 return AsIs(tensor)
@@ -119,7 +123,8 @@ class Saver:
             if codec.pack is not None:
                 pack = partial(codec.pack, channel=channel, draw=self._draw)
                 packed = shared.once(tensor.detach(), pack)
-                self.compressed.append(Kept(self.place.module, self.place.weight, tensor.nbytes, packed.nbytes))
+                place = self.place
+                self.compressed.append(Kept(place.module, place.operation, place.weight, tensor.nbytes, packed.nbytes))
                 return OneUse(packed)
             if tensor.nbytes >= storage_bytes:
                 base = _base(tensor)

@@ -1,0 +1,255 @@
+"""`adaptive-SIZE`: each layer's codec is chosen by the error that it makes, so that the batch saves SIZE at most.
+
+A dynamic programme (`choose`) gives every layer the codec with which the squared errors of all gradients add up to the
+least. Before the first update the errors are those of another network. Then, every so often, the gradients of a few
+samples are made exactly and with each codec, and the choice is made anew. Because an error in the input of a linear map
+stays in its weight's gradient, one pass with a codec everywhere gives the errors of all layers; what norms and GELU
+save, whose errors travel, is one choice for all of them.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from torch import nn
+
+from ...errors import ShoestringError
+from ...profiling import profile
+from ...task import Task
+from ...units import format_bytes
+from ..microbatch.pieces import ByExamples
+from .gradients import Overlap, gradients, total, untouched, weights_of
+from .rehearsals import saved
+from .saving import SMALL_BYTES, Kept, Rule, SavedPass
+
+if TYPE_CHECKING:
+    from ...step import Stepper
+
+# The squared sine between a layer's gradients with a codec and without, on ResNet-18 with CIFAR-10: to begin with.
+USUAL = {"int8": 1e-5, "int4": 0.003, "pool8+int2": 0.05, "int2": 0.06, "pool2": 0.15, "pool4": 0.29}
+TRAVELLING = ("batch_norm", "layer_norm", "group_norm", "gelu")  # operations whose errors reach the layers before them
+EXACT = "whole"
+SAMPLES = 4  # of a microbatch, on which errors are measured
+MEASURE_EVERY, CHOOSE_EVERY = 50, 200  # updates
+MEMORY = 0.8  # the share of the old mean in a new one
+GAIN = 0.9  # a new choice is taken if its error is at most so much of the old one's
+MOST = 4000  # partial choices that the dynamic programme goes on from
+Choice = dict[str, str]  # the codec of each part
+
+
+class Part(NamedTuple):
+    """Something whose codec is chosen: a layer, or all norms and GELUs. `bytes` per codec, exact included."""
+
+    name: str
+    rules: tuple[tuple[str, str], ...]  # modules and operations
+    weights: frozenset[str]  # the parameters whose gradients the codec changes; empty: all
+    bytes: dict[str, int]
+
+
+Errors = dict[str, dict[str, float]]  # of each part by codec
+
+
+def choose(sizes: Sequence[Mapping[str, int]], errors: Sequence[Mapping[str, float]], limit: int) -> list[str]:
+    """Bytes and errors of each part by codec -> the codecs of least total error whose bytes add up to at most `limit`.
+
+    >>> choose([{"a": 4, "b": 1}, {"a": 4, "b": 1}], [{"a": 0.0, "b": 1.0}, {"a": 0.0, "b": 5.0}], 6)
+    ['b', 'a']
+    """
+    if (least := sum(min(one.values()) for one in sizes)) > limit:
+        raise ShoestringError(
+            f"adaptive needs at least {format_bytes(least)} for what the batch saves, and has {format_bytes(limit)}: "
+            "raise the budget, or add checkpointing or microbatches"
+        )
+    totals, error, taken = np.zeros(1), np.zeros(1), []  # of the choices worth going on from: more bytes, less error
+    for size, wrong in zip(sizes, errors, strict=True):
+        codecs = list(size)
+        totals = (totals + np.array([[size[codec]] for codec in codecs])).ravel()
+        error = (error + np.array([[wrong[codec]] for codec in codecs])).ravel()
+        order = np.lexsort((error, totals))
+        order = order[totals[order] <= limit]
+        best = error[order]
+        order = order[best < np.minimum.accumulate(np.r_[np.inf, best[:-1]])]
+        if len(order) > MOST:
+            order = order[np.linspace(0, len(order) - 1, MOST).round().astype(int)]
+        taken.append((codecs, len(totals) // len(codecs), order))
+        totals, error = totals[order], error[order]
+    chosen, place = list[str](), len(error) - 1
+    for codecs, before, order in reversed(taken):
+        number, place = divmod(int(order[place]), before)
+        chosen.append(codecs[number])
+    return chosen[::-1]
+
+
+@dataclass
+class Adaptive:
+    """A task's hook that measures the errors and changes the rules of its passes; its choice is saved with the run."""
+
+    parts: tuple[Part, ...]
+    limit: int  # bytes that the batch may save
+    rules: list[Rule] = field(default_factory=list)  # of the passes: changed in place
+    choice: Choice = field(default_factory=dict)
+    errors: Errors = field(default_factory=dict)
+    measured: int = 0  # how often
+    peak: int = 0  # of the first choice's step: no other may exceed it
+
+    def __post_init__(self) -> None:
+        self.errors = {part.name: {codec: _usual(codec) for codec in part.bytes} for part in self.parts}
+        self._take(self.chosen(self.limit))
+        self.context = SavedPass(self.rules)
+
+    def chosen(self, limit: int) -> Choice:
+        """The best choice of at most so many bytes, by the errors that are known."""
+        errors = [self.errors[part.name] for part in self.parts]
+        return dict(zip(self.errors, choose([part.bytes for part in self.parts], errors, limit), strict=True))
+
+    def error(self, choice: Choice) -> float:
+        return sum(self.errors[name][codec] for name, codec in choice.items())
+
+    def _take(self, choice: Choice) -> None:
+        self.choice = choice
+        self.rules[:] = rules_of(self.parts, choice)
+
+    def __call__(self, stepper: "Stepper") -> dict[str, Any]:
+        """After an update: measures errors, and chooses anew, if it is time to."""
+        if (stepper.updates - 1) % MEASURE_EVERY:
+            return {}
+        found = self.measure(stepper)
+        if not found:
+            return {}
+        self.remember(found)
+        if (stepper.updates - 1) % CHOOSE_EVERY:
+            return {}
+        better = self.better(stepper)
+        if better is not None:
+            self._take(better)
+        return {"activations": self.told()} if better is not None else {}
+
+    def measure(self, stepper: "Stepper") -> Errors:
+        """The errors on a few samples of the step's first microbatch; {} if a gradient is not finite there."""
+        task, scale = stepper.task.with_(split=_one), stepper.scale
+        batch = few(stepper.task, stepper.microbatch)
+        found: Errors = {part.name: {EXACT: 0.0} for part in self.parts}
+        with untouched(task.model):
+            exact = gradients(self._under(task, ()), batch, scale)
+        for codec in USUAL:
+            layers = [part for part in self.parts if part.weights and codec in part.bytes]
+            norms = [part for part in self.parts if not part.weights and codec in part.bytes]
+            for parts in filter(None, (layers, norms)):
+                rules = rules_of(parts, {part.name: codec for part in parts})
+                with untouched(task.model):
+                    lossy = gradients(self._under(task, rules, stepper.updates, least_bytes=0), batch, scale)
+                for part in parts:
+                    names = (part.weights or set(exact)) & set(exact)
+                    overlap = total([Overlap.of(exact[name], lossy[name]) for name in names] or [Overlap(0, 0, 0)])
+                    found[part.name][codec] = overlap.error
+        whole = all(isfinite(error) for errors in found.values() for error in errors.values())
+        return found if whole else {}
+
+    def _under(self, task: Task, rules: tuple[Rule, ...], seed: int = 0, least_bytes: int = SMALL_BYTES) -> Task:
+        """The task with other rules in the place of those that were chosen."""
+        instead = SavedPass(rules, seed, least_bytes)
+        return task.with_(contexts=tuple(instead if one is self.context else one for one in task.contexts))
+
+    def remember(self, found: Errors) -> None:
+        """Means over time; the first measurement replaces what was only usual."""
+        kept = MEMORY if self.measured else 0.0
+        for name, errors in found.items():
+            for codec, error in errors.items():
+                self.errors[name][codec] = kept * self.errors[name][codec] + (1 - kept) * error
+        self.measured += 1
+
+    def better(self, stepper: "Stepper") -> Choice | None:
+        """Another choice that is clearly better and whose step needs no more memory; None if there is none."""
+        task = stepper.task.with_(split=_one, batch=stepper.microbatch)
+        self.peak = self.peak or profile(task, brief=True).peak_bytes
+        limit, before = self.limit, self.choice
+        for _ in range(4):
+            choice = self.chosen(limit)
+            if choice == before or self.error(choice) > GAIN * self.error(before):
+                return None
+            rules = rules_of(self.parts, choice)
+            over = profile(self._under(task, rules), brief=True).peak_bytes - self.peak
+            if over <= 0:
+                return choice
+            limit = max(self._least, limit - over * self.share(task))
+        return None
+
+    @property
+    def _least(self) -> int:
+        return sum(min(part.bytes.values()) for part in self.parts)
+
+    def share(self, task: Task) -> int:
+        """How many microbatches of this size the batch has, about."""
+        exact = sum(part.bytes[EXACT] for part in self.parts)
+        return max(1, round(exact / max(1, saved(self._under(task, ())).bytes)))
+
+    def told(self) -> str:
+        """How many parts have which codec, in words."""
+        counts = Counter(self.choice.values())
+        return ", ".join(f"{codec} of {count}" for codec, count in counts.most_common())
+
+    def state(self) -> dict[str, Any]:
+        return {"choice": self.choice, "errors": self.errors, "measured": self.measured, "peak": self.peak}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.errors, self.measured, self.peak = state["errors"], state["measured"], state["peak"]
+        self._take(state["choice"])
+
+
+def _usual(codec: str) -> float:
+    return USUAL.get(codec, 0.0)
+
+
+def _one(batch: Any) -> list[Any]:
+    return [batch]
+
+
+def few(task: Task, piece: Any) -> Any:
+    """A few samples of a microbatch; all of it where it cannot be cut."""
+    try:
+        return next(iter(ByExamples(SAMPLES, shared=task.shared)(piece)))
+    except ShoestringError:
+        return piece
+
+
+def rules_of(parts: Sequence[Part], choice: Choice) -> tuple[Rule, ...]:
+    """A choice of codecs -> the rules that say it."""
+    return tuple(Rule(*where, choice[part.name]) for part in parts for where in part.rules)
+
+
+_known: "WeakKeyDictionary[nn.Module, tuple[Any, tuple[Part, ...]]]" = WeakKeyDictionary()
+
+
+def parts_of(task: Task) -> tuple[Part, ...]:
+    """What a task saves that codecs can take, with its bytes under each codec; the last answer per model is known."""
+    asked = task.contexts, id(task.batch)
+    if _known.get(task.model, (None,))[0] != asked:
+        _known[task.model] = asked, _rehearsed(task)
+    return _known[task.model][1]
+
+
+def _rehearsed(task: Task) -> tuple[Part, ...]:
+    names = [name for name, _ in task.model.named_parameters()]
+    layers: dict[str, Part] = {}
+    norms = Part("norms and GELU", tuple(("*", name) for name in TRAVELLING), frozenset(), {})
+    for codec in USUAL:
+        rules = (*(Rule(*where, codec) for where in norms.rules), Rule("*", "*", codec))
+        compressed = saved(task.with_(contexts=(*task.contexts, SavedPass(rules)))).compressed
+        travelling = [kept for kept in compressed if kept.operation in TRAVELLING]
+        for module in dict.fromkeys(kept.module for kept in compressed if kept not in travelling):
+            inputs = [kept for kept in compressed if kept.module == module and kept not in travelling]
+            if weights := weights_of(module, (kept.weight for kept in inputs), names):
+                part = Part(module, ((module, "*"),), frozenset(weights), {})
+                _count(layers.setdefault(module, part), codec, inputs)
+        if travelling:
+            _count(norms, codec, travelling)
+    return tuple(part for part in (*layers.values(), norms) if part.bytes)
+
+
+def _count(part: Part, codec: str, inputs: Sequence[Kept]) -> None:
+    part.bytes.setdefault(EXACT, sum(kept.exact_bytes for kept in inputs))
+    part.bytes[codec] = sum(kept.stored_bytes for kept in inputs)

@@ -1,0 +1,161 @@
+"""Adaptive compression: each layer's codec by its measured error, within the bytes that the batch may save."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import shoestring
+from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring.errors import NoPlanFits, OverBudget
+from shoestring.models.images import classification_loss
+from shoestring.runs.state import find_stateful
+from shoestring.techniques.activations import adaptive
+from shoestring.techniques.activations.adaptive import EXACT, choose, parts_of, rules_of
+from shoestring.techniques.activations.gradients import gradients, untouched
+from shoestring.techniques.activations.saving import SavedPass
+
+
+class Net(nn.Module):
+    """Three convolutions whose gradients differ much in size, a batch norm, and a classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.two, self.three = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x):
+        x = torch.relu(self.norm(self.one(x)))
+        x = torch.relu(self.two(x) * 3)
+        return self.head(torch.relu(self.three(x) * 0.1).mean((2, 3)))
+
+
+def task(batch=32):
+    torch.manual_seed(0)
+    data = torch.randn(batch, 3, 16, 16), torch.randint(10, (batch,))
+    return Task(Net(), classification_loss, data, SGD(lr=0.05, momentum=0.9), name="net")
+
+
+def hook_of(lean):
+    (hook,) = lean.task.after_update
+    return hook
+
+
+def stored(hook):
+    return sum(part.bytes[hook.choice[part.name]] for part in hook.parts)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_choice_is_the_best_of_all_choices_that_fit(seed):
+    draw = random.Random(seed)
+    codecs = ["a", "b", "c"]
+    sizes = [{codec: draw.randrange(1, 100) for codec in codecs} for _ in range(5)]
+    errors = [{codec: draw.random() for codec in codecs} for _ in range(5)]
+    limit = draw.randrange(sum(min(one.values()) for one in sizes), 400)
+
+    def total(table, chosen):
+        return sum(one[codec] for one, codec in zip(table, chosen, strict=True))
+
+    fitting = [c for c in itertools.product(codecs, repeat=5) if total(sizes, c) <= limit]
+    chosen = choose(sizes, errors, limit)
+    assert total(sizes, chosen) <= limit
+    assert total(errors, chosen) == pytest.approx(min(total(errors, c) for c in fitting))
+
+
+def test_the_bytes_are_kept_by_every_choice_and_the_errors_become_the_measured_ones(monkeypatch):
+    monkeypatch.setattr(adaptive, "MEASURE_EVERY", 2)
+    monkeypatch.setattr(adaptive, "CHOOSE_EVERY", 4)
+    one = task()
+    lean = apply(one, Plan(activations="adaptive-70KB"))
+    hook = hook_of(lean)
+    first, usual = dict(hook.choice), {name: dict(errors) for name, errors in hook.errors.items()}
+    for _ in range(9):
+        lean.step(one.batch)
+        assert stored(hook) <= 70_000
+        assert [rule.codec for rule in hook.rules if rule.operation == "*"] == [
+            codec for name, codec in hook.choice.items() if not name.startswith("norms")
+        ]
+    assert hook.measured == 5
+    assert hook.errors != usual and hook.choice != first
+
+
+def test_its_error_is_at_most_that_of_any_uniform_codec_of_as_many_bytes():
+    """Measured on the whole batch, each with the same random numbers."""
+    one = task()
+    for codec in ("int2", "int4", "pool2"):
+        size = sum(part.bytes[codec] for part in parts_of(apply(one, Plan(activations="adaptive-10MB")).task))
+        lean = apply(one, Plan(activations=f"adaptive-{size}B"))
+        hook = hook_of(lean)
+        lean.step(one.batch)
+        with untouched(one.model):
+            exact = gradients(one, one.batch)
+        uniform = rules_of(hook.parts, dict.fromkeys(hook.choice, codec))
+
+        def error(rules, exact=exact, hook=hook, lean=lean):
+            with untouched(one.model):
+                lossy = gradients(hook._under(lean.task, rules), one.batch)
+            return sum((exact[name] - lossy[name]).square().sum().item() for name in exact)
+
+        assert error(tuple(hook.rules)) <= error(uniform)
+
+
+def test_measuring_changes_nothing_of_the_training(monkeypatch):
+    """With room for everything the gradients are exact: the weights are those of plain training, to the bit."""
+    monkeypatch.setattr(adaptive, "MEASURE_EVERY", 1)
+    plain, lean = apply(task(), Plan()), apply(task(), Plan(activations="adaptive-10MB"))
+    for _ in range(3):
+        torch.manual_seed(1)
+        a = plain.step(plain.task.batch)
+        torch.manual_seed(1)
+        b = lean.step(lean.task.batch)
+        assert torch.equal(a, b)
+    assert set(hook_of(lean).choice.values()) == {EXACT}
+    for one, other in zip(plain.model.state_dict().values(), lean.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_choice_and_its_errors_are_part_of_a_runs_state(monkeypatch):
+    monkeypatch.setattr(adaptive, "MEASURE_EVERY", 1)
+    monkeypatch.setattr(adaptive, "CHOOSE_EVERY", 1)
+    one, other = (apply(task(), Plan(activations="adaptive-70KB")) for _ in range(2))
+    for _ in range(2):
+        one.step(one.task.batch)
+    parts, twins = find_stateful(one.task), find_stateful(other.task)
+    for name, part in parts.items():
+        twins[name].restore(part.state())
+    assert hook_of(other).choice == hook_of(one).choice
+    assert hook_of(other).rules == hook_of(one).rules == other.task.contexts[-1].rules
+    assert hook_of(other).state() == hook_of(one).state()
+
+
+def test_a_named_budget_is_kept_by_the_prediction_and_plain_adaptive_asks_for_one():
+    one = task(256)
+    peak = shoestring.profile(one).peak_bytes
+    plan = shoestring.plan(one, int(0.75 * peak), activations="adaptive")
+    assert plan.activations.startswith("adaptive-")
+    assert plan.predicted_peak_bytes <= 0.75 * peak
+    assert shoestring.profile(apply(one, plan).task).peak_bytes == plan.predicted_peak_bytes
+    with pytest.raises(ShoestringError, match="adaptive needs a budget"):
+        apply(one, Plan(activations="adaptive"))
+
+
+def test_sizes_and_budgets_that_cannot_be_kept_are_refused_with_the_numbers():
+    with pytest.raises(ShoestringError, match=r"adaptive needs at least .* KB for what the batch"):
+        apply(task(), Plan(activations="adaptive-1KB"))
+    with pytest.raises(ShoestringError, match="is not a size"):
+        apply(task(), Plan(activations="adaptive-lots"))
+    with pytest.raises(NoPlanFits, match="with the roughest codecs"):
+        shoestring.plan(task(), "60KB", activations="adaptive")
+    with pytest.raises(OverBudget, match="with activations int4 a step would need"):
+        shoestring.plan(task(), "60KB", activations="int4")
+
+
+def test_it_stands_beside_other_techniques():
+    one = task()
+    lean = apply(one, Plan(activations="adaptive-100KB", precision="fp16", microbatch=16))
+    losses = [lean.step(one.batch).item() for _ in range(3)]
+    assert losses[-1] < losses[0]
+    assert any(isinstance(context, SavedPass) for context in lean.task.contexts)
