@@ -1,8 +1,8 @@
 """The records of all techniques, by their words, and the one function that applies them."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -37,12 +37,15 @@ def is_open(values: Mapping[str, Any]) -> bool:
 def sized(task: Task, values: Mapping[str, Any], fits: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """A plan's values -> the same, but open ones are made definite, so that `fits(values)` holds."""
     found = {word.name: values[word.name] for word in WORDS if word.name in values}
-    for name, value in found.items():
+    for number, (name, value) in enumerate(found.items()):
         if (fit := REGISTRY[name].sized) is not None and is_open({name: value}):
-            before = dict(itertools.takewhile(lambda pair, name=name: pair[0] != name, found.items()))
-            task_before = apply_settings(task, before)
-            found[name] = fit(task_before, value, lambda value, name=name: fits(found | {name: value}))
+            before = apply_settings(task, dict(list(found.items())[:number]))
+            found[name] = fit(before, value, partial(_fits, fits, found, name))
     return found
+
+
+def _fits(fits: Callable[[dict[str, Any]], bool], values: dict[str, Any], name: str, value: Any) -> bool:
+    return fits(values | {name: value})
 
 
 def plan_value(settings: Any) -> Any:
