@@ -21,6 +21,7 @@ class Ambient(NamedTuple):
 
     phase: Phase = Phase.BUILD  # phases: the part of the step that is running,
     listeners: tuple[Callable[[Phase], None], ...] = ()  # and who is called when it changes
+    rank: int = 0  # step: which of the processes that share a batch this is
     mode: Any = None  # passes.mode: the LeanMode that answers the model's calls
     stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model

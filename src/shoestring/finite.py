@@ -58,6 +58,11 @@ def _values(gradient: Tensor) -> Tensor:
     return gradient._values() if gradient.is_sparse else gradient
 
 
+def is_statistic(buffer: "Buffer") -> bool:
+    """Whether a buffer is one of a norm's running statistics."""
+    return buffer.name in _statistics(buffer.module)
+
+
 def _statistics(module: nn.Module) -> list[str]:
     """The names of a norm's running statistics, if it has any."""
     found = [name for name in STATISTICS if module._buffers.get(name) is not None]
@@ -87,7 +92,17 @@ class Buffers:
 
     def _is_copied(self, buffer: Buffer) -> bool:
         module, name, tensor, _ = buffer
-        return tensor.numel() <= SMALL or name in _statistics(module) or (module, name) in self.changing
+        return tensor.numel() <= SMALL or is_statistic(buffer) or (module, name) in self.changing
+
+    def changed(self) -> list[bool]:
+        """Of each buffer, whether the step has changed it so far, in place or for another tensor. Batch norm changes
+        its statistics in training, and PyTorch does not count that."""
+        return [
+            (is_statistic(b) and b.module.training)
+            or b.tensor._version != b.version
+            or b.module._buffers[b.name] is not b.tensor
+            for b in self.all
+        ]
 
     def learn(self) -> None:
         """After a step: notes the buffers that it changed in place, so that the next ones copy them."""

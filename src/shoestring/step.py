@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .ambient import Ambient
+from .distributed import ALONE, World, together
 from .errors import Diverged, ShoestringError
 from .finite import Buffers, Skipping, check_finite, first_not_finite
 from .kernels.gradients import squared_norm
@@ -65,13 +67,15 @@ class Stepper:
 
     `length` is the number of updates of the whole run, if known, and `updates` counts those done. A step that raises,
     or whose loss or gradients are not finite, leaves weights, optimizer state and buffers as they were; `skipped` says
-    why the last step was skipped, if it was.
+    why the last step was skipped, if it was. In a `world` of several processes `step` is called in each with its share
+    of the batch, whatever its size; the loss and the update are those of the whole batch.
     """
 
-    def __init__(self, task: Task, length: int | None = None) -> None:
-        self.task, self.length = task, length
+    def __init__(self, task: Task, length: int | None = None, world: World = ALONE) -> None:
+        self.task, self.length, self.world = task, length, world
+        self._together = together(world, task.model)
         self.told: dict[str, Any] = {}  # by the hooks after the last update
-        self.microbatch: Any = None  # the step's first, while the hooks after the update run
+        self.microbatch: Any = None  # the step's first, if it has any, while the hooks after the update run
         self.optimizer = make(task.optimizer, task.model)
         self._driven: Optimizer = (
             self.optimizer if isinstance(self.optimizer, Optimizer) else _TorchOptimizer(self.optimizer)
@@ -83,19 +87,26 @@ class Stepper:
         self._before: Buffers | None = None
 
     def step(self, batch: Any) -> Tensor:
-        pieces = list(self.task.split(batch))
-        return self.run(pieces, self.task.weights(pieces))
+        (pieces, counts), total = self._together.counted(lambda: self._cut(batch))
+        return self.run(pieces, self.task.shares(counts, total), sum(counts) / total if total else 0)
 
-    def run(self, pieces: Sequence[Any], weights: Sequence[float]) -> Tensor:
-        """One update from microbatches and the weight of each one's loss; those of weight 0 are skipped."""
-        with turn(self.task.model, "trained"):
+    def _cut(self, batch: Any) -> tuple[tuple[list[Any], list[int]], int]:
+        """A batch -> its microbatches and the items of each, and of all."""
+        pieces = list(self.task.split(batch))
+        counts = [self.task.count(piece) for piece in pieces]
+        return (pieces, counts), sum(counts)
+
+    def run(self, pieces: Sequence[Any], weights: Sequence[float], share: float = 1.0) -> Tensor:
+        """One update from microbatches and the weight of each one's loss; those of weight 0 are skipped. `share` is
+        that of this process in the items of the whole batch."""
+        with turn(self.task.model, "trained"), Ambient.during(rank=self.world.rank):
+            self.begin(sum(map(bool, weights)), share)
             return self._run([(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight])
 
     def _run(self, weighed: Sequence[tuple[Any, float]]) -> Tensor:
-        self.begin(len(weighed))
         self.skipped = "it broke off"
         try:
-            losses = [self.one_pass(piece, weight) for piece, weight in weighed]
+            losses = self._passes(weighed)
             with phase(Phase.UPDATE):
                 self.skipped = self.update()
         except Diverged as error:
@@ -105,16 +116,35 @@ class Stepper:
         self.told = {}
         if not self.skipped:
             self.updates += 1
-            self.microbatch = weighed[0][0]
+            self.microbatch = weighed[0][0] if weighed else None
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
-        self.microbatch = None
+            self.microbatch = None
+            if self.told:
+                self._together.check_same()
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
-    def begin(self, pieces: int) -> None:
+    def _passes(self, weighed: Sequence[tuple[Any, float]]) -> list[Tensor]:
+        """Runs all microbatches -> their losses; or that of the whole batch, if other processes have parts of it."""
+        assert self._before is not None, "the step has begun"
+        try:
+            last = len(weighed) - 1
+            losses = [self.one_pass(*one, is_last=number == last) for number, one in enumerate(weighed)]
+        except Exception as error:
+            self._together.fail(self._before, error)
+            raise
+        return self.finish(losses)
+
+    def finish(self, losses: list[Tensor]) -> list[Tensor]:
+        """After the last microbatch: adds up the gradients of all processes -> the losses of the whole batch."""
+        assert self._before is not None, "the step has begun"
+        return self._together.finish(losses, self._before)
+
+    def begin(self, pieces: int, share: float = 1.0) -> None:
         """Tells the optimizer how many microbatches there will be: a lean one refuses a step that would not be exact.
         Copies the buffers, in case the step is not completed."""
         self._driven.begin(self.task, pieces)
+        self._together.begin(share)
         self._before = Buffers(self.task.model, self._changing)
 
     def _end(self) -> None:
@@ -137,8 +167,9 @@ class Stepper:
         parts = {"scale": self.scale, "skipping": self._skipping}
         return {name: part for name, part in parts.items() if part is not None}
 
-    def one_pass(self, piece: Any, weight: float) -> Tensor:
-        """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss."""
+    def one_pass(self, piece: Any, weight: float, is_last: bool = False) -> Tensor:
+        """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss. During the last
+        one of a step they are on their way to other processes, if there are any."""
         with ExitStack() as stack:
             for context in (*self.task.contexts, *self._driven.contexts):
                 stack.enter_context(context(self.task.model))
@@ -149,7 +180,7 @@ class Stepper:
                 if weight != 1:
                     loss = loss * weight
                 scaled = self._scaled(loss)
-            with phase(Phase.BACKWARD):
+            with phase(Phase.BACKWARD), self._together.last_pass() if is_last else nullcontext():
                 scaled.backward()
             return loss.detach()
 

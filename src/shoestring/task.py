@@ -104,7 +104,8 @@ class Task:
     `contexts` are entered around each microbatch's forward and backward pass, outermost first;
     `clip` is the largest norm of the whole gradient, if any;
     `scaling` makes the run's loss scale, which FP16 gradients need;
-    `after_update` are called with the stepper after each update, when no gradient is there.
+    `after_update` are called with the stepper after each update, when no gradient is there;
+    `devices` is the number of processes that share a batch and update by the sum of their gradients.
     """
 
     model: nn.Module
@@ -123,6 +124,7 @@ class Task:
     contexts: tuple[Context, ...] = ()
     after_update: tuple[Hook, ...] = ()
     scaling: Callable[[], LossScale] | None = None
+    devices: int = 1
     settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
 
     def __post_init__(self) -> None:
@@ -170,9 +172,13 @@ class Task:
     def weights(self, pieces: Sequence[Any]) -> list[float]:
         """The weight of each microbatch's loss: its share of the items, or 1 if losses are sums."""
         counts = [self.count(piece) for piece in pieces]
-        if not sum(counts):
+        return self.shares(counts, sum(counts))
+
+    def shares(self, counts: Sequence[int], total: int) -> list[float]:
+        """The same from the items of each microbatch, and those of the whole batch, in whatever processes they are."""
+        if not total:
             raise ShoestringError("the batch holds no items: pass at least one")
-        return [1.0 if self.reduction == "sum" else count / sum(counts) for count in counts]
+        return [float(count > 0) if self.reduction == "sum" else count / total for count in counts]
 
     def loss_of(self, model: nn.Module, batch: Any) -> Tensor:
         """The loss as a tensor, also if `loss` returns an output object that has it as its `loss`."""

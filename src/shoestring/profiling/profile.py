@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..distributed import Pretended
 from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
 from ..signature import Bound, Signature
@@ -157,9 +158,15 @@ def count_nodes(loss: Tensor) -> int:
     return len(found)
 
 
+def _stepper(task: Task, tracer: Tracer) -> Stepper:
+    """The stepper of a trace; if several processes share the batch, of one of them, with its buckets."""
+    world = Pretended(task.devices, lambda bucket: tracer.claim(bucket, Category.GRADIENT, ""))
+    return Stepper(_as_traced(task, tracer), world=world)
+
+
 def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
     """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
-    stepper = Stepper(_as_traced(task, tracer))
+    stepper = _stepper(task, tracer)
     for _ in range(steps):
         tracer.flops = dict.fromkeys(Phase, 0)
         stepper.run(pieces, weights)
@@ -168,8 +175,10 @@ def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], 
 
 def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
     """Runs the largest microbatches of a step under the tracer, as if others had run before."""
-    stepper = Stepper(_as_traced(task, tracer))
+    stepper = _stepper(task, tracer)
     chosen = _largest(pieces)
+    if task.devices > 1 and chosen[-1] != len(pieces) - 1:
+        chosen.append(len(pieces) - 1)  # in the last, gradients are on their way to the other processes
     stepper.begin(len(pieces))
     if stepper.in_backward:
         stepper.one_pass(pieces[chosen[0]], weights[chosen[0]])
@@ -181,8 +190,9 @@ def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[flo
         _give_gradients(task, tracer)
     tracer.flops = dict.fromkeys(Phase, 0)
     _note_losses(tracer, chosen[0])
-    losses = [stepper.one_pass(pieces[number], weights[number]) for number in chosen]
+    losses = [stepper.one_pass(pieces[n], weights[n], is_last=n == chosen[-1]) for n in chosen]
     _note_losses(tracer, len(pieces) - chosen[0] - len(chosen))
+    losses = stepper.finish(losses)
     _update(stepper)
     del losses  # a step holds them to its end
 

@@ -2,11 +2,15 @@
 
 import copy as copying
 import threading
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed import check_same, joined
+from ..errors import ShoestringError
 from ..planning.plan import Plan
+from ..runs.record import describe
 from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
@@ -32,8 +36,22 @@ class LeanTask:
         """Made at the first step, so that a task that is only profiled allocates no optimizer."""
         with _making:
             if self._stepper is None:
-                self._stepper = Stepper(self.task)
+                self._stepper = self._made()
             return self._stepper
+
+    def _made(self) -> Stepper:
+        """A stepper of all processes, once each is seen to have the same plan, model and weights."""
+        world, task = joined(), self.task
+        if world.size != task.devices:
+            raise ShoestringError(
+                f"{world.size} processes train, and the plan was applied for {task.devices}: initialise the process "
+                "group before apply()"
+            )
+        shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in task.model.named_parameters()}
+        items = str(task.items) if is_dataclass(task.items) else describe(task.items)
+        plan = {"settings": task.settings, "optimizer": describe(task.optimizer), "items": items}
+        check_same(world, {"plan": plan, "model": shapes, "weights": task.model})
+        return Stepper(task, world=world)
 
     def continued_as(self, task: Task, plan: Plan) -> "LeanTask":
         """The same model and optimizer under another task and plan, in the middle of a run."""
@@ -70,8 +88,11 @@ def apply(task: Task, plan: Plan, copy: bool = False) -> LeanTask:
     The model is changed in place, so that it is never in memory twice: in 16 bits its weights are rounded, and of a
     model that has values sparse layers keep the largest. With `copy` a copy of the model (and of a loss that is an
     object) is changed instead; `shoestring.plain(model)` leads back to PyTorch's own layers in FP32.
+
+    In a process of torchrun, or of an initialised process group, `step(batch)` takes this process's share of the batch,
+    of any size, and updates by the mean over the items of all processes.
     """
     if copy:
         model, loss = copying.deepcopy((task.model, task.loss))  # together: a loss may hold the model
         task = task.with_(model=model, loss=loss, microbatches=task.microbatches)
-    return LeanTask(lean_task(task, plan), plan)
+    return LeanTask(lean_task(task.with_(devices=joined().size), plan), plan)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data import Augment, ImageBatches, Images, Pairs, TokenBatches, on_images, token_batches
+from ..distributed import joined
 from ..errors import ShoestringError
 from ..models import materialise
 from ..models.tuned import learning_rate_multiplier
@@ -182,7 +183,7 @@ class PairJob:
         size = _plain_size(plan)
         data = token_batches(self.pairs.train, self.tokens, size, self.seed, self.longest)
         task = scaled(self.task, self.multiplier(plan)).with_(batch=largest(data), split=iter)
-        task = lean_task(task, plan.with_(microbatch=None))
+        task = lean_task(task.with_(devices=joined().size), plan.with_(microbatch=None))
         materialise(task.model, seed=self.seed)
         settings = task.settings if size is None else task.settings | {"microbatch": size}
         lean = LeanTask(task.with_(settings=settings), plan)

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode
 
+from ...ambient import Ambient
 from ...ledger import Phase
 from ...passes.checksums import is_traced
 from ...passes.saved_tensors import AsIs, Deduplicated, OneUse, Store, Stored, storing
@@ -148,11 +149,13 @@ class Saver:
         return 1 if "conv" in operation or "norm" in operation or (not operation and tensor.dim() == 4) else -1
 
     def _draw(self) -> tuple[int, int]:
-        """The key of the next random numbers, from the seed, the place in the model, and the number of the pass."""
+        """The key of the next random numbers, from the seed, the process, the place in the model, and the number of the
+        pass."""
         seed, number = self.noise
-        place = f"{self.place.module}:{self.place.operation}"
+        place, rank = f"{self.place.module}:{self.place.operation}", Ambient.now().rank
         self.drawn[place] += 1
-        return zlib.crc32(f"{seed} {place} {self.drawn[place]}".encode()), number
+        words = f"{seed} {place} {self.drawn[place]}{f' {rank}' if rank else ''}"
+        return zlib.crc32(words.encode()), number
 
 
 def _base(tensor: Tensor) -> Tensor:

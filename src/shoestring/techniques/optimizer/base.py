@@ -207,6 +207,8 @@ def refuse_in_backward(task: Task) -> None:
 
 def why_gradients_stay(task: Task) -> str | None:
     """A task -> which of its settings needs all gradients at once, and what to do; None if none does."""
+    if task.devices > 1:
+        return f"{task.devices} processes add up their gradients before any weight changes: train in one process"
     if task.clip is not None:
         return f"clipping to {task.clip:g} needs the norm of all: leave out clipping"
     if task.scaling is not None:

@@ -1,0 +1,228 @@
+"""One step of several processes: gradients, losses and errors, added up over all of them.
+
+Gradients are accumulated in each process alone, and added up once, during the backward pass of its last microbatch: a
+bucket goes on its way as soon as its gradients are complete, in an order that is the same in all processes. A bucket's
+gradients become views of it, so that it is transient memory only while it is filled. A gradient as large as a bucket is
+added up where it lies. What is sent is what is stored: FP16 as FP16, of a sparse layer its values.
+
+A process that fails, or has no items, still sends its share of every bucket, zeros, so that no other waits for it; then
+all see the error.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .. import errors
+from ..errors import ShoestringError
+from ..finite import Buffers, is_statistic
+from .digests import check_same
+from .world import World
+
+T = TypeVar("T")
+BUCKET_BYTES = 1 << 18
+
+
+class Together:
+    """One process alone: its share is the batch, and its errors are its own."""
+
+    def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+        """What each process does before a step, and the items that it finds -> its result, and the items of all."""
+        return act()
+
+    def begin(self, share: float) -> None:
+        """Called before a step in which this process has such a share of the items."""
+
+    def last_pass(self) -> AbstractContextManager:
+        """Around the backward pass of the last microbatch."""
+        return nullcontext()
+
+    def finish(self, losses: list[Tensor], before: Buffers) -> list[Tensor]:
+        """The weighted losses of a step's microbatches -> those of the whole batch; adds up gradients."""
+        return losses
+
+    def fail(self, before: Buffers, error: Exception) -> None:
+        """Called instead of `finish` with what the step raised, before that goes on."""
+
+    def check_same(self) -> None:
+        """Raises if the model is no longer the same in all processes."""
+
+
+def together(world: World, model: nn.Module) -> Together:
+    return Together() if world.size == 1 else Reduction(world, model)
+
+
+class Reduction(Together):
+    """Several processes."""
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self.world, self.model = world, model
+        self.buckets: list[list[nn.Parameter]] = []
+        self._sent: set[nn.Parameter] = set()
+        self._ready: set[nn.Parameter] = set()
+        self._had: set[nn.Parameter] = set()  # a gradient of its own
+        self._waits: list[Callable[[], None]] = []
+        self._share = 0.0
+
+    # -- before the passes --------------------------------------------------------------------------------------
+    def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+        try:
+            result, items = act()
+        except Exception as error:
+            self._raise_if(self.world.sum([0, True])[1], error)
+            raise
+        total, failed = self.world.sum([items, False])
+        self._raise_if(failed, None)
+        return result, int(total)
+
+    def begin(self, share: float) -> None:
+        self.buckets = list(buckets(self.model))
+        self._share = share
+        for done in (self._sent, self._ready, self._had, self._waits):
+            done.clear()
+
+    # -- the gradients ------------------------------------------------------------------------------------------
+    @contextmanager
+    def last_pass(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for parameter in (parameter for bucket in self.buckets for parameter in bucket):
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
+            yield
+
+    def _arrived(self, parameter: Tensor) -> None:
+        if _gradient(parameter) is None:
+            raise ShoestringError(
+                f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, which several processes cannot "
+                "add up: make the embedding with sparse=False"
+            )
+        if parameter in self._sent:
+            raise ShoestringError(
+                f"a parameter of shape {tuple(parameter.shape)} got its gradient in two parts, the second after the "
+                "first was sent to the other processes: use torch.utils.checkpoint with use_reentrant=False"
+            )
+        self._ready.add(parameter)  # type: ignore[arg-type]
+        while (place := self._next()) is not None and self._ready.issuperset(self.buckets[place]):
+            self._send(self.buckets[place])
+
+    def _next(self) -> int | None:
+        """The next bucket to send: they go in one order everywhere, or sums would be of different things."""
+        return len(self._waits) if len(self._waits) < len(self.buckets) else None
+
+    @torch.no_grad()
+    def _send(self, bucket: list[nn.Parameter]) -> None:
+        self._sent.update(bucket)
+        self._had.update(parameter for parameter in bucket if _gradient(parameter) is not None)
+        self._waits.append(self.world.add_up(self._flat(bucket)))
+
+    def _flat(self, bucket: list[nn.Parameter]) -> Tensor:
+        """A bucket's gradients as one tensor, of which they are views from now on; zeros where there is none."""
+        first, only = bucket[0], _gradient(bucket[0])
+        if len(bucket) == 1 and only is not None and only.stride() == _strides(first):
+            return only.as_strided((only.numel(),), (1,))
+        flat = first.new_empty(sum(map(Tensor.numel, bucket)))
+        start = 0
+        for parameter in bucket:
+            part = flat.as_strided(parameter.shape, _strides(parameter), start)
+            gradient = _gradient(parameter)
+            part.zero_() if gradient is None else part.copy_(gradient)
+            parameter.grad = part
+            start += parameter.numel()
+        return flat
+
+    # -- after the passes ---------------------------------------------------------------------------------------
+    def finish(self, losses: list[Tensor], before: Buffers) -> list[Tensor]:
+        parameters = [parameter for bucket in self.buckets for parameter in bucket]
+        loss, *told = self._settled(parameters, before, self.world.number(losses))
+        for parameter, anyone in zip(parameters, told, strict=False):
+            if not anyone:
+                parameter.grad = None
+        self._share_buffers(before, told[len(parameters) :])
+        return [torch.tensor(loss, dtype=losses[0].dtype if losses else torch.float32)]
+
+    def fail(self, before: Buffers, error: Exception) -> None:
+        self._settled([parameter for bucket in self.buckets for parameter in bucket], before, 0.0, error)
+
+    def _settled(
+        self, parameters: list[nn.Parameter], before: Buffers, loss: float, error: Exception | None = None
+    ) -> list[float]:
+        """Sends the rest and waits for all -> the loss, and how many processes have a gradient of each parameter and
+        changed each buffer."""
+        while (place := self._next()) is not None:
+            self._send(self.buckets[place])
+        for wait in self._waits:
+            wait()
+        had = [parameter in self._had for parameter in parameters]
+        failed, *told = self.world.sum([error is not None, loss, *had, *before.changed()])
+        self._raise_if(failed, error)
+        return told
+
+    @torch.no_grad()
+    def _share_buffers(self, before: Buffers, changed: Sequence[float]) -> None:
+        """Batch-norm statistics become the mean over the items of all processes; any other buffer is process 0's."""
+        now = [b.module._buffers[b.name] for b, by in zip(before.all, changed, strict=True) if by and is_statistic(b)]
+        means = [tensor for tensor in now if tensor is not None and tensor.is_floating_point()]
+        for kind in {tensor.dtype: None for tensor in means}:
+            self._mean([tensor for tensor in means if tensor.dtype == kind])
+        for buffer, by in zip(before.all, changed, strict=True):
+            tensor = buffer.module._buffers[buffer.name]
+            if by and tensor is not None and not (is_statistic(buffer) and tensor.is_floating_point()):
+                self.world.from_first(tensor)
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(self._share)
+        self.world.add_up(flat)()
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def check_same(self) -> None:
+        check_same(self.world, {"rewired model": self.model})
+
+    def _raise_if(self, failed: float, error: Exception | None) -> None:
+        """Raises the error of the first process that has one, in all others."""
+        if not failed:
+            return
+        told = self.world.gather(_told(error).encode() if error is not None else b"")
+        first = next(rank for rank, words in enumerate(told) if words)
+        if first == self.world.rank:
+            return  # the caller raises its own
+        kind, _, words = told[first].decode().partition(":")
+        raise getattr(errors, kind, ShoestringError)(f"{words} (process {first})")
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ShoestringError):
+        return f"{type(error).__name__}:{error}"
+    return f":{type(error).__name__}: {error}"
+
+
+def buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
+    """A model -> its trainable parameters in buckets of one type, in about the order in which gradients are made."""
+    filling: dict[tuple, list[nn.Parameter]] = {}
+    for name, parameter in reversed(list(model.named_parameters())):
+        if not parameter.requires_grad:
+            continue
+        if parameter.layout != torch.strided:
+            raise ShoestringError(f"{name} is {parameter.layout}, which several processes cannot add up: make it dense")
+        kind = parameter.dtype, parameter.device
+        bucket = filling.setdefault(kind, [])
+        if bucket and sum(p.nbytes for p in bucket) + parameter.nbytes > BUCKET_BYTES:
+            yield filling.pop(kind)
+            bucket = filling.setdefault(kind, [])
+        bucket.append(parameter)
+    yield from (bucket for bucket in filling.values() if bucket)
+
+
+def _gradient(parameter: Tensor) -> Tensor | None:
+    """A parameter's gradient, if it has one that can be sent."""
+    gradient = parameter.grad
+    return gradient if gradient is not None and gradient.layout == torch.strided else None
+
+
+def _strides(parameter: Tensor) -> tuple[int, ...]:
+    """The strides of a parameter's gradient in a bucket: its own, if they leave no gaps."""
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return parameter.stride()
+    return torch.empty(parameter.shape, device="meta").stride()

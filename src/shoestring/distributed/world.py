@@ -1,0 +1,214 @@
+"""The processes that train together, as torchrun started them or the caller's process group has them.
+
+`World` is one process alone, `Group` is several, and `Pretended` is several in a trace, in which nothing is sent. All
+numbers that decide something go through `sum`, `max` or `gather`, so that every process decides alike.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ShoestringError
+
+
+class Lost(ShoestringError):
+    """Another process of the run is gone, so that this one cannot go on."""
+
+    exit_code = 1
+
+
+class World:
+    """One process alone: what it knows, all know."""
+
+    rank, size = 0, 1
+    sent_bytes = 0  # of gradients, by this process, so far
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        """Numbers -> their sums over all processes, in FP64."""
+        return list(numbers)
+
+    def max(self, numbers: Sequence[float]) -> list[float]:
+        return list(numbers)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What each process has to say -> all of it, by rank."""
+        return [data]
+
+    def number(self, losses: Sequence[Tensor]) -> float:
+        """The sum of a few numbers on a device."""
+        return sum(map(float, losses))
+
+    def add_up(self, flat: Tensor) -> Callable[[], None]:
+        """Begins to add up a tensor over all processes, in place -> what to call before it is read."""
+        return _nothing
+
+    def from_first(self, tensor: Tensor) -> None:
+        """Gives a tensor the values that it has in process 0."""
+
+
+def _nothing() -> None:
+    pass
+
+
+ALONE = World()
+
+
+class Group(World):
+    """The processes of torch.distributed's default group. Numbers and texts travel in tensors on the CPU."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._texts: Any = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return self._all(numbers, dist.ReduceOp.SUM)
+
+    def max(self, numbers: Sequence[float]) -> list[float]:
+        return self._all(numbers, dist.ReduceOp.MAX)
+
+    def _all(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        message = torch.tensor(numbers, dtype=torch.float64)
+        with _losing():
+            dist.all_reduce(message, operation, group=self._texts)
+        return message.tolist()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        sizes = [int(size) for size in self.sum([len(data) * (rank == self.rank) for rank in range(self.size)])]
+        mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with _losing():
+            dist.all_gather(found, mine, group=self._texts)
+        return [bytes(part[:size].numpy()) for part, size in zip(found, sizes, strict=True)]
+
+    def add_up(self, flat: Tensor) -> Callable[[], None]:
+        self.sent_bytes += flat.nbytes
+        with _losing():
+            work = dist.all_reduce(flat, async_op=True)
+
+        def wait() -> None:
+            with _losing():
+                work.wait()
+
+        return wait
+
+    def from_first(self, tensor: Tensor) -> None:
+        flat = tensor.reshape(-1).view(torch.uint8)  # a backend may not know the type
+        with _losing():
+            dist.broadcast(flat, 0)
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+class Pretended(World):
+    """So many processes in a trace: messages take their memory and are not sent. `claim` is told of each bucket."""
+
+    def __init__(self, size: int, claim: Callable[[Tensor], None] = lambda flat: None) -> None:
+        self.size, self.claim = size, claim
+
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        torch.empty(len(numbers), dtype=torch.float64)
+        return list(numbers)
+
+    def number(self, losses: Sequence[Tensor]) -> float:
+        return 0.0
+
+    def add_up(self, flat: Tensor) -> Callable[[], None]:
+        self.claim(flat)
+        return _nothing
+
+
+@contextmanager
+def _losing() -> Iterator[None]:
+    """Turns what the backend raises into one line: most of the time, a process at the other end has died."""
+    try:
+        yield
+    except RuntimeError as error:
+        words = " ".join(str(error).split())
+        raise Lost(_last_words() or f"another process of this run is gone ({words[-200:]}): resume the run") from error
+
+
+# -- joining ------------------------------------------------------------------------------------------------------
+def joined() -> World:
+    """-> the processes of this run: those of the process group, which is initialised here in a process of torchrun."""
+    if not dist.is_available():
+        return ALONE
+    if not dist.is_initialized():
+        launched = launched_as()
+        if launched is None or launched.size == 1:
+            return ALONE
+        _join(launched)
+    return _group(dist.group.WORLD) if dist.get_world_size() > 1 else ALONE
+
+
+@cache
+def _group(group: Any) -> Group:
+    """One for each group: it counts what it sends."""
+    return Group()
+
+
+class Launched(NamedTuple):
+    """A process as torchrun started it."""
+
+    rank: int
+    size: int
+
+
+def launched_as() -> Launched | None:
+    """The rank and the number of processes by the environment; None if this process was not started by torchrun."""
+    words = [os.environ.get(name) for name in ("RANK", "WORLD_SIZE")]
+    if None in words:
+        return None
+    try:
+        rank, size = map(int, words)  # type: ignore[arg-type]
+    except ValueError:
+        rank, size = -1, 0
+    if not 0 <= rank < size:
+        raise ShoestringError(
+            f"RANK={words[0]} of WORLD_SIZE={words[1]} is no process of a run: start with torchrun, or unset both"
+        )
+    return Launched(rank, size)
+
+
+def _join(launched: Launched) -> None:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ShoestringError(
+            f"RANK and WORLD_SIZE say that this is one of {launched.size} processes, but {missing[0]} is not set, so "
+            "they cannot meet: start them with torchrun, or unset RANK and WORLD_SIZE"
+        )
+    try:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        words = " ".join(str(error).split())[:200]
+        raise ShoestringError(
+            f"process {launched.rank} did not meet the other {launched.size - 1} at {where} ({words}): "
+            "start all of them with torchrun"
+        ) from error
+
+
+# -- last words: the store outlives a process that ends with an error ----------------------------------------------
+FAILED, TOLD = "shoestring/failed", "shoestring/told"
+
+
+def leave_word(words: str) -> None:
+    """Tells the other processes why this one ends, for when they miss it."""
+    if dist.is_available() and dist.is_initialized():
+        _store().set(FAILED, words)
+
+
+def _last_words() -> str:
+    try:
+        return _store().get(FAILED).decode() if _store().check([FAILED]) else ""
+    except (RuntimeError, ValueError):  # the store is gone, too
+        return ""
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
