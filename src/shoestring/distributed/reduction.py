@@ -16,14 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import errors
-from ..errors import ShoestringError
+from ..errors import Diverged, OverBudget, ShoestringError
 from ..finite import Buffers, is_statistic
 from .digests import check_same
 from .world import World
 
 T = TypeVar("T")
 BUCKET_BYTES = 1 << 18
+KINDS = {kind.__name__: kind for kind in (Diverged, OverBudget)}  # errors that a run reacts to
 
 
 class Together:
@@ -189,7 +189,7 @@ class Reduction(Together):
         if first == self.world.rank:
             return  # the caller raises its own
         kind, _, words = told[first].decode().partition(":")
-        raise getattr(errors, kind, ShoestringError)(f"{words} (process {first})")
+        raise KINDS.get(kind, ShoestringError)(f"{words} (process {first})")
 
 
 def _told(error: Exception) -> str:
