@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ...errors import ShoestringError
-from ...profiling import profile
+from ...profiling.profile import profile
 from ...task import Task
 from .layers import KINDS, sparse_kind
 
