@@ -1,8 +1,8 @@
 """One training step: gradient accumulation over microbatches, then the update. The profiler traces this very code."""
 
 import math
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from .optimizers import make
 from .phases import phase
 from .task import Context, Task
 from .turns import turn
+from .used_up import USED_UP, UsedUp, clear_used_up, mark_used_up
 
 
 @runtime_checkable
@@ -68,7 +69,8 @@ class Stepper:
     `length` is the number of updates of the whole run, if known, and `updates` counts those done. A step that raises,
     or whose loss or gradients are not finite, leaves weights, optimizer state and buffers as they were; `skipped` says
     why the last step was skipped, if it was. In a `world` of several processes `step` is called in each with its share
-    of the batch, whatever its size; the loss and the update are those of the whole batch.
+    of the batch, whatever its size; the loss and the update are those of the whole batch. `backward(batch)` and
+    `complete()` are the two halves of a step.
     """
 
     def __init__(self, task: Task, length: int | None = None, world: World = ALONE) -> None:
@@ -85,6 +87,8 @@ class Stepper:
         self._skipping = Skipping() if task.on_nonfinite == "skip" else None
         self._changing: set = set()
         self._before: Buffers | None = None
+        self._clip = math.inf  # of the update in progress alone, besides the task's
+        self._made: list[tuple[int, int]] = []  # the gradients as the last backward pass left them
 
     def step(self, batch: Any) -> Tensor:
         (pieces, counts), total = self._together.counted(lambda: self._cut(batch))
@@ -99,30 +103,122 @@ class Stepper:
     def run(self, pieces: Sequence[Any], weights: Sequence[float], share: float = 1.0) -> Tensor:
         """One update from microbatches and the weight of each one's loss; those of weight 0 are skipped. `share` is
         that of this process in the items of the whole batch."""
-        with turn(self.task.model, "trained"), Ambient.during(rank=self.world.rank):
-            self.begin(sum(map(bool, weights)), share)
-            return self._run([(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight])
+        with self._at_work():
+            loss = self._accumulate(_weighed(pieces, weights), share)
+            lost = self._update_or_skip()
+        return loss if lost is None else lost
 
-    def _run(self, weighed: Sequence[tuple[Any, float]]) -> Tensor:
-        self.skipped = "it broke off"
-        try:
-            losses = self._passes(weighed)
-            with phase(Phase.UPDATE):
-                self.skipped = self.update()
-        except Diverged as error:
-            losses = [self._skip(error)]
-        finally:
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with turn(self.task.model, "trained"), Ambient.during(rank=self.world.rank):
+            yield
+
+    # -- the same in two halves, for loops that do something between them -------------------------------------------
+    def backward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        """Adds the gradients of weight * (a batch's loss) to those of the update in progress -> that weighted loss."""
+        (pieces, counts), total = self._together.counted(lambda: self._cut(batch))
+        weights = [weight * share for share in self.task.shares(counts, total)]
+        with self._at_work():
+            loss = self._accumulate(_weighed(pieces, weights), sum(counts) / total if total else 0)
+        if self.in_backward and not self.skipped:
+            mark_used_up(self.task.model)
+        self._made = self._versions()
+        return loss
+
+    def complete(self) -> None:
+        """The update from the gradients of all `backward`s since the last one."""
+        if not self.is_open:
+            raise ShoestringError("there are no gradients to update from: call lean.backward(batch) before step()")
+        with self._at_work():
+            with self._whole():
+                self._check_unchanged()
+            clear_used_up(self.task.model)
+            self._update_or_skip()
+
+    def _check_unchanged(self) -> None:
+        """Refuses gradients that were written to while the loss scale was in them."""
+        if self.scale is not None and self._made != self._versions():
+            raise ShoestringError(
+                f"the gradients were changed before the update, and they are {self.scale.value:,g} times too large "
+                "(the loss scale of fp16): clip with lean.clip_grad_norm_(...) instead, or use bf16 or fp32"
+            )
+
+    def abandon(self) -> None:
+        """Drops the gradients of an update that was begun and is not to be done."""
+        if self.is_open:
+            if self.in_backward and not self.skipped:
+                raise ShoestringError(
+                    "the gradients of this update cannot be dropped: no-gradient applied them in the backward pass; "
+                    "call step() first, or leave out no-gradient"
+                )
             self._end()
+
+    def clip(self, largest: float) -> float:
+        """Clips the gradient of the update in progress to a norm -> its norm before, without the loss scale."""
+        if self.in_backward:
+            raise ShoestringError(f"the gradients cannot be clipped: {USED_UP}")
+        if not self.is_open:
+            raise ShoestringError("there are no gradients to clip: call lean.backward(batch) first")
+        if self._driven is not self.optimizer and self.scale is None:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), largest))
+        else:
+            norm = self._norm(1.0 if self.scale is None else 1 / self.scale.value)
+            self._clip = min(largest, self._clip)
+        return norm
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients of an update were made that is not done yet."""
+        return self._before is not None
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Which tensors the gradients are, and how often each was written to."""
+        return [(id(p.grad), p.grad._version) for p in self._with_gradient() if not isinstance(p.grad, UsedUp)]
+
+    def _accumulate(self, weighed: Sequence[tuple[Any, float]], share: float) -> Tensor:
+        """Runs the passes of microbatches -> the sum of their weighted losses; NaN where the update is skipped."""
+        if not self.is_open:
+            self.begin(len(weighed), share)
+            self.skipped, self.microbatch = "", weighed[0][0] if weighed else None
+        elif self.world.size > 1:
+            raise ShoestringError(
+                f"a second backward() in one update is not possible in {self.world.size} processes, which added up "
+                "the gradients of the first: pass the batches as one"
+            )
+        elif self.in_backward:
+            raise ShoestringError(
+                "a second backward() in one update is not possible with no-gradient, which has applied the gradients "
+                "of the first: call step() after each, pass the batches as one, or leave out no-gradient"
+            )
+        if self.skipped:
+            return torch.full((), torch.nan)
+        with self._whole():
+            try:
+                losses = self._passes(weighed)
+            except Diverged as error:
+                losses = [self._skip(error)]
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _update_or_skip(self) -> Tensor | None:
+        """Updates the weights, or leaves all as it was -> NaN, where something was not finite and that is skipped."""
+        lost = None
+        with self._whole():
+            if not self.skipped:
+                try:
+                    with phase(Phase.UPDATE):
+                        self.skipped = self.update()
+                except Diverged as error:
+                    lost = self._skip(error)
+        self._end()
         self.told = {}
         if not self.skipped:
             self.updates += 1
-            self.microbatch = weighed[0][0] if weighed else None
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
-            self.microbatch = None
             if self.told:
                 self._together.check_same()
-        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+        self.microbatch = None
+        return lost
 
     def _passes(self, weighed: Sequence[tuple[Any, float]]) -> list[Tensor]:
         """Runs all microbatches -> their losses; or that of the whole batch, if other processes have parts of it."""
@@ -147,10 +243,20 @@ class Stepper:
         self._together.begin(share)
         self._before = Buffers(self.task.model, self._changing)
 
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Whatever is raised inside ends the update, and leaves nothing of it behind."""
+        try:
+            yield
+        except BaseException:
+            self.skipped = "it broke off"
+            self._end()
+            raise
+
     def _end(self) -> None:
         """Clears the gradients; restores the buffers if the step was not completed: nothing leaks into the next."""
         self.task.model.zero_grad(set_to_none=True)
-        before, self._before = self._before, None
+        before, self._before, self._clip = self._before, None, math.inf
         assert before is not None, "a step that ends has begun"
         before.restore() if self.skipped else before.learn()
 
@@ -214,16 +320,25 @@ class Stepper:
 
     def _factor(self, unscale: float) -> float:
         """The factor that the gradients are still to be multiplied by: it takes out the loss scale and clips."""
-        if self.task.clip is None:
+        clip = min(self._clip, math.inf if self.task.clip is None else self.task.clip)
+        if clip == math.inf:
             return unscale
         if self._driven is not self.optimizer and self.scale is None:  # plain training: PyTorch's own clipping
-            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), self.task.clip)
+            torch.nn.utils.clip_grad_norm_(self.task.model.parameters(), clip)
             return 1.0
-        norm = unscale * math.sqrt(sum(squared_norm(p.grad) for p in self._with_gradient()))
-        return unscale * min(1.0, self.task.clip / (norm + 1e-6))
+        return unscale * min(1.0, clip / (self._norm(unscale) + 1e-6))
+
+    def _norm(self, unscale: float) -> float:
+        """The norm of the whole gradient, without the loss scale."""
+        return unscale * math.sqrt(sum(squared_norm(p.grad) for p in self._with_gradient()))
 
     def _with_gradient(self) -> list[Any]:
         return [parameter for parameter in self.task.model.parameters() if parameter.grad is not None]
+
+
+def _weighed(pieces: Sequence[Any], weights: Sequence[float]) -> list[tuple[Any, float]]:
+    """Microbatches with the weights of their losses, without those of weight 0."""
+    return [(piece, weight) for piece, weight in zip(pieces, weights, strict=True) if weight]
 
 
 def check_loss(loss: Tensor) -> None:

@@ -1,6 +1,7 @@
 """`apply(task, plan) -> LeanTask`: the task with a plan's techniques in force, ready to step."""
 
 import copy as copying
+import math
 import threading
 from dataclasses import is_dataclass
 from typing import Any
@@ -16,16 +17,21 @@ from ..structure import tensors
 from ..task import Task
 from ..techniques.plain import check_plain, note_plan
 from ..techniques.registry import apply_settings
+from .loop_optimizer import LoopOptimizer
 
 _making = threading.Lock()  # around making a stepper: two steppers would have two optimizers
 
 
 class LeanTask:
-    """A task under a plan. `step(batch)` does one update; `model` is the live module; `task` describes both."""
+    """A task under a plan. `step(batch)` does one update; `model` is the live module; `task` describes both.
+
+    In a loop of your own, `backward(batch)` and then `optimizer.step()` are the same update in two halves.
+    """
 
     def __init__(self, task: Task, plan: Plan) -> None:
         self.task, self.plan = task, plan
         self._stepper: Stepper | None = None
+        self._loop: LoopOptimizer | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -58,12 +64,43 @@ class LeanTask:
         lean = LeanTask(task, plan)
         if self._stepper is not None:
             self._stepper.task = task
-            lean._stepper = self._stepper
+            lean._stepper, lean._loop = self._stepper, self._loop
         return lean
 
     def step(self, batch: Any) -> Tensor:
         """A batch -> its mean loss, after one whole update."""
         return self.stepper.step(batch)
+
+    # -- the same in two halves: backward(batch), then optimizer.step() ----------------------------------------------
+    def backward(self, batch: Any, weight: float = 1.0) -> Tensor:
+        """A batch -> its loss times `weight`, whose gradients are added to the model's, for `optimizer.step()`.
+
+        As with PyTorch's own, several calls before a step add up: to accumulate over 4 batches, give each a weight of
+        1/4. Microbatches inside a batch are the plan's affair and weigh as their items do.
+        """
+        if not 0 < weight < math.inf:
+            raise ShoestringError(f"a batch's loss cannot be weighted by {weight:g}: use a number above 0")
+        return self.stepper.backward(batch, weight)
+
+    @property
+    def optimizer(self) -> LoopOptimizer:
+        """The optimizer for a loop of your own: learning rate schedulers of torch.optim take it."""
+        stepper = self.stepper
+        if self._loop is None or self._loop.stepper is not stepper:
+            self._loop = LoopOptimizer(stepper)
+        return self._loop
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clips the gradients between `backward` and `optimizer.step()` -> their norm before, without a loss scale.
+
+        Without a loss scale `torch.nn.utils.clip_grad_norm_(lean.model.parameters(), max_norm)` does the same.
+        """
+        return self.stepper.clip(max_norm)
+
+    @property
+    def skipped(self) -> str:
+        """Why the last step left the weights as they were; "" if it did not."""
+        return self.stepper.skipped
 
     def held(self) -> list[Tensor]:
         """The tensors that outlive a step: the model's and the optimizer's."""
