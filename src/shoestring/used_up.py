@@ -30,7 +30,7 @@ def mark_used_up(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
             mark = torch.empty((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-            parameter.grad = torch.Tensor._make_subclass(UsedUp, mark)  # type: ignore[attr-defined]
+            parameter.grad = torch.Tensor._make_subclass(UsedUp, mark)
 
 
 def clear_used_up(model: nn.Module) -> None:

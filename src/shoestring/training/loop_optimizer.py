@@ -20,6 +20,8 @@ class LoopOptimizer(torch.optim.Optimizer):
     also has what the step itself carries along: the loss scale, and the state of rewiring.
     """
 
+    stepper: Stepper
+
     def __init__(self, stepper: Stepper) -> None:
         super().__setstate__({"stepper": stepper})  # hooks and all, but no groups: the optimizer inside has them
 
@@ -28,7 +30,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         return self.stepper.optimizer
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inside.param_groups
 
     @param_groups.setter
@@ -36,7 +38,7 @@ class LoopOptimizer(torch.optim.Optimizer):
         self.inside.param_groups = groups
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.inside.state
 
     @state.setter
@@ -47,7 +49,7 @@ class LoopOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.inside.defaults
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights from the gradients of `lean.backward`, which a closure may call."""
         loss = None
         if closure is not None:
