@@ -1,7 +1,7 @@
 """Batches of sentence pairs by tokens: sentences of similar length together, none split, in a seeded order."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,8 @@ class TokenBatches:
     seed: int | None
     order: np.ndarray  # the pairs from short to long
     ends: np.ndarray  # the number of pairs up to the end of each batch
+    process: int = 0  # of `processes` that share each batch: every so many of its pairs
+    processes: int = 1
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -39,13 +41,17 @@ class TokenBatches:
             raise ShoestringError(f"batch {number} of an epoch of {len(self)} batches: count from 0")
         if self.seed is not None:
             number = int(shuffled(np.array([number]), len(self), self.seed, epoch)[0])
-        return self.order[self.ends[number - 1] if number else 0 : self.ends[number]]
+        return self.order[self.ends[number - 1] if number else 0 : self.ends[number]][self.process :: self.processes]
+
+    def shared(self, process: int, processes: int) -> "TokenBatches":
+        """The part of one of several processes: in each batch, pairs from short to long."""
+        return replace(self, process=process, processes=processes)
 
     def read(self, epoch: int, number: int) -> list[Batch]:
         """Batch `number` of an epoch, both counted from 0, in microbatches."""
         rows = self.rows(epoch, number)
         longest = [max(len(self.pairs.source[row]), len(self.pairs.target[row])) for row in rows]
-        ends = list(fill(longest, self.microbatch))
+        ends = list(fill(longest, self.microbatch)) if longest else []
         return [pad_pairs(self.pairs, rows[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -77,8 +83,8 @@ def token_batches(
     sides = pairs.target.lengths()[kept], pairs.source.lengths()[kept]
     order = kept[np.lexsort((ties, *sides, lengths[kept]))]
     ends = np.fromiter(fill(lengths[order].tolist(), tokens), np.int64)
-    mapped = (spill([array.tobytes()]).view(np.int64) for array in (order, ends))
-    return TokenBatches(pairs, most, seed, *mapped)
+    order, ends = (spill([array.tobytes()]).view(np.int64) for array in (order, ends))
+    return TokenBatches(pairs, most, seed, order, ends)
 
 
 def fill(longest: list[int], most: int) -> Iterator[int]:

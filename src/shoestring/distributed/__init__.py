@@ -1,12 +1,28 @@
 """Several processes that train one model: each steps on its share of the batch, and all update by the same gradient.
 
-    world.py       the processes and the messages between them
-    reduction.py   gradients, losses and errors of one step, added up over all of them
-    digests.py     what must be the same in all of them, compared by hashes
+world.py       the processes and the messages between them
+agreement.py   errors and texts of one that are those of all
+reduction.py   gradients, losses and errors of one step, added up over all of them
+digests.py     what must be the same in all of them, compared by hashes
 """
 
+from .agreement import agreed, by_first, leaving_word
 from .digests import check_same, digest
 from .reduction import Together, together
-from .world import ALONE, Lost, Pretended, World, joined
+from .world import ALONE, Lost, Pretended, World, joined, launched_as
 
-__all__ = ["ALONE", "Lost", "Pretended", "Together", "World", "check_same", "digest", "joined", "together"]
+__all__ = [
+    "ALONE",
+    "Lost",
+    "Pretended",
+    "Together",
+    "World",
+    "agreed",
+    "by_first",
+    "check_same",
+    "digest",
+    "joined",
+    "launched_as",
+    "leaving_word",
+    "together",
+]

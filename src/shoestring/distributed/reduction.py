@@ -16,14 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..errors import Diverged, OverBudget, ShoestringError
+from ..errors import ShoestringError
 from ..finite import Buffers, is_statistic
+from .agreement import raise_together
 from .digests import check_same
 from .world import World
 
 T = TypeVar("T")
 BUCKET_BYTES = 1 << 18
-KINDS = {kind.__name__: kind for kind in (Diverged, OverBudget)}  # errors that a run reacts to
 
 
 class Together:
@@ -72,10 +72,10 @@ class Reduction(Together):
         try:
             result, items = act()
         except Exception as error:
-            self._raise_if(self.world.sum([0, True])[1], error)
+            raise_together(self.world, self.world.sum([0, True])[1], error)
             raise
         total, failed = self.world.sum([items, False])
-        self._raise_if(failed, None)
+        raise_together(self.world, failed, None)
         return result, int(total)
 
     def begin(self, share: float) -> None:
@@ -156,7 +156,7 @@ class Reduction(Together):
             wait()
         had = [parameter in self._had for parameter in parameters]
         failed, *told = self.world.sum([error is not None, loss, *had, *before.changed()])
-        self._raise_if(failed, error)
+        raise_together(self.world, failed, error)
         return told
 
     @torch.no_grad()
@@ -179,23 +179,6 @@ class Reduction(Together):
 
     def check_same(self) -> None:
         check_same(self.world, {"rewired model": self.model})
-
-    def _raise_if(self, failed: float, error: Exception | None) -> None:
-        """Raises the error of the first process that has one, in all others."""
-        if not failed:
-            return
-        told = self.world.gather(_told(error).encode() if error is not None else b"")
-        first = next(rank for rank, words in enumerate(told) if words)
-        if first == self.world.rank:
-            return  # the caller raises its own
-        kind, _, words = told[first].decode().partition(":")
-        raise KINDS.get(kind, ShoestringError)(f"{words} (process {first})")
-
-
-def _told(error: Exception) -> str:
-    if isinstance(error, ShoestringError):
-        return f"{type(error).__name__}:{error}"
-    return f":{type(error).__name__}: {error}"
 
 
 def buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:

@@ -5,6 +5,7 @@ numbers that decide something go through `sum`, `max` or `gather`, so that every
 """
 
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -130,7 +131,15 @@ def _losing() -> Iterator[None]:
         yield
     except RuntimeError as error:
         words = " ".join(str(error).split())
-        raise Lost(_last_words() or f"another process of this run is gone ({words[-200:]}): resume the run") from error
+        raise _lost(words) from error
+
+
+def _lost(words: str) -> Lost:
+    """What a process that is gone left to say, or else what the backend says."""
+    code, colon, told = _last_words().partition(":")
+    error = Lost(told or f"another process of this run is gone, so this one stops ({words[:160]}): resume the run")
+    error.exit_code = int(code) if colon else Lost.exit_code
+    return error
 
 
 # -- joining ------------------------------------------------------------------------------------------------------
@@ -208,6 +217,20 @@ def _last_words() -> str:
         return _store().get(FAILED).decode() if _store().check([FAILED]) else ""
     except (RuntimeError, ValueError):  # the store is gone, too
         return ""
+
+
+def speaks(patience: float = 3.0) -> bool:
+    """Whether this process is to tell the user why all of them stop: process 0, or another if it does not in time."""
+    if not (dist.is_available() and dist.is_initialized()):
+        launched = launched_as()
+        return launched is None or launched.rank == 0
+    try:
+        deadline = time.monotonic() + (patience if dist.get_rank() else 0.0)
+        while time.monotonic() < deadline and not _store().check([TOLD]):
+            time.sleep(0.05)
+        return _store().add(TOLD, 1) == 1
+    except (RuntimeError, ValueError):  # process 0 held the store, and is gone
+        return True
 
 
 def _store() -> Any:

@@ -182,8 +182,9 @@ class PairJob:
     def build(self, plan: Plan) -> Session:
         size = _plain_size(plan)
         data = token_batches(self.pairs.train, self.tokens, size, self.seed, self.longest)
-        task = scaled(self.task, self.multiplier(plan)).with_(batch=largest(data), split=iter)
-        task = lean_task(task.with_(devices=joined().size), plan.with_(microbatch=None))
+        devices = joined().size
+        task = scaled(self.task, self.multiplier(plan)).with_(batch=largest(data, devices), split=iter, devices=devices)
+        task = lean_task(task, plan.with_(microbatch=None))
         materialise(task.model, seed=self.seed)
         settings = task.settings if size is None else task.settings | {"microbatch": size}
         lean = LeanTask(task.with_(settings=settings), plan)
@@ -217,10 +218,12 @@ def pair_job(task: Task, pairs: Pairs, tokens: int, seed: int, longest: int, qua
     return PairJob(task.with_(batch=batch), pairs, tokens, seed, longest, quality)
 
 
-def largest(data: TokenBatches) -> list[Any]:
-    """The batch with the largest microbatch, padding included: a plan that fits it fits every batch."""
-    batches = (data.read(0, number) for number in range(len(data)))
-    return max(batches, key=lambda pieces: max(map(ids_in, pieces)))
+def largest(data: TokenBatches, devices: int = 1) -> list[Any]:
+    """The batch, or the share of any of several devices, with the largest microbatch, padding included: a plan that
+    fits it fits every batch."""
+    parts = [data.shared(device, devices) for device in range(devices)]
+    batches = (part.read(0, number) for number in range(len(data)) for part in parts)
+    return max(batches, key=lambda pieces: max(map(ids_in, pieces), default=0))
 
 
 def ids_in(piece: tuple[Tensor, Tensor, Tensor]) -> int:

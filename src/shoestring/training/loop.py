@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..distributed import ALONE, World, agreed, by_first, check_same, joined, leaving_word
 from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
 from ..profiling import profile
@@ -26,9 +27,10 @@ from ..runs.state import ModelState, OptimizerState, Parts, Stateful, find_state
 from ..task import Task
 from .apply import LeanTask, apply
 from .budget import Budget, Meter, batch_bytes
-from .evaluate import Data, evaluated
+from .evaluate import Data, Evaluation, evaluated
 from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
 from .interrupts import Interrupted, Interrupts
+from .processes import gathered, newest, own_seed, restore, shared
 from .recipe import Recipe
 from .replan import smaller_microbatches
 from .resumable import as_data
@@ -63,15 +65,21 @@ def train(
     when the run is resumed. `meter` measures the first two updates and every one with a larger batch than before;
     `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run;
     with `replan` it continues from the same update with smaller microbatches of the same batch, or with what the
-    function given as `replan` returns.
+    function given as `replan` returns. In several processes (torchrun) each is given the same data, of whole batches,
+    and trains on its share of each; process 0 writes the folder and calls the listeners.
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
+    world = joined()
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
     planned = batch_bytes(lean.task.batch) if lean.task.batch is not None else 0
     budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch, planned)
     how = Recipe(**recipe)
+    if replan and world.size > 1:
+        raise ShoestringError(f"a run of {world.size} processes is not replanned: plan it for less memory, and resume")
+    check_same(world, {"seed": how.seed})
+    whole = as_data(data, how.seed, how.updates)
     further = dict(settings or {}) | {"remembers": sorted([*(stateful or ()), *(generators or ())])}
-    training = Training(lean, as_data(data, how.seed, how.updates), how, folder, budget, further)
+    training = Training(lean, shared(whole, lean.task, world), how, folder, budget, further, world)
     training.parts = dict(stateful or {})
     training.generators = dict(generators or {})
     training.listeners = (*listeners,)
@@ -90,8 +98,10 @@ class Training:
         folder: RunFolder | None,
         budget: Budget,
         settings: dict[str, Any],
+        world: World = ALONE,
     ) -> None:
         self.lean, self.data, self.recipe, self.folder, self.budget = lean, data, recipe, folder, budget
+        self.world, self.leads, self.processes = world, world.rank == 0, world.size
         self.length = recipe.length(len(data))
         self.fingerprint = fingerprint(lean.model)
         self.record = RunRecord(
@@ -111,6 +121,7 @@ class Training:
         self.how_to_resume = ""
         self.interrupts = Interrupts()
         self.update = self.evaluated = self.log_bytes = 0
+        self.late = False  # whether the time for a save has come
         self.quality: float | None = None
         self.best_quality: float | None = None
         self.best_update: int | None = None
@@ -130,7 +141,7 @@ class Training:
         }
 
     def state(self) -> dict[str, Any]:
-        names = ("update", "evaluated", "log_bytes", "quality", "best_quality", "best_update")
+        names = ("update", "evaluated", "log_bytes", "quality", "best_quality", "best_update", "processes")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -156,12 +167,14 @@ class Training:
     # -- the run --------------------------------------------------------------------------------------------
     def go(self, resume: bool) -> RunRecord:
         with ExitStack() as stack:
-            if self.folder is not None:
+            stack.enter_context(leaving_word(self.world))
+            if self.folder is not None and self.leads:
                 stack.enter_context(self.folder.locked())
-            stack.enter_context(seeded(self.recipe.seed))
+            stack.enter_context(seeded(own_seed(self.recipe.seed, self.world.rank)))
             stack.enter_context(self.interrupts.heeded())
             self._begin(resume)
             while True:
+                self._agree_on_signals()
                 if self._evaluation_is_due():
                     self._evaluate()
                 if self._save_is_due():
@@ -179,18 +192,32 @@ class Training:
             if resume:
                 raise ShoestringError("there is nothing to resume: pass the folder of the run")
             return
-        self.record = self.folder.begin(self.record, self.lean.plan, resume)
+        folder, new = self.folder, self.record
+        check_same(self.world, {"recipe": new.settings})
+        self.record = agreed(self.world, lambda: folder.begin(new, self.lean.plan, resume) if self.leads else new)
         self.seconds_before = self.record.seconds
-        save = self.folder.saves.newest()
+        save = newest(folder, self.world)
         if save is not None:
-            self._restore(save)
-        self.folder.log.cut(self.log_bytes, self.folder.warn)
-        self._forget_old_saves(self.folder.saves)  # a killed run may have left some
+            agreed(self.world, lambda: self._restore(save))
+        if self.leads:
+            folder.log.cut(self.log_bytes, folder.warn)
+            self._forget_old_saves(folder.saves)  # a killed run may have left some
+        if self.processes != self.world.size:
+            self._note_processes(folder)
 
     def _restore(self, save: Save) -> None:
         save.check_model(self.fingerprint)
-        for name, part in self.groups().items():
-            save.restore(name, part, in_place=name in ("model", "optimizer"))
+        restore(save, self.groups(), self.world.rank, self.recipe.seed)
+
+    def _note_processes(self, folder: RunFolder) -> None:
+        """The run goes on in another number of processes: sums are in another order, so their last bits may differ."""
+        before, self.processes = self.processes, self.world.size
+        self._log({"update": self.update, "processes": self.processes, "before": before})
+        if self.leads:
+            folder.warn(
+                f"the run continues in {self.processes} process{'es' * (self.processes > 1)} instead of {before}: sums "
+                "are in another order, and what the model draws (dropout) is drawn anew"
+            )
 
     def _advance(self) -> None:
         """One update. Over the budget, the run stops, or is replanned and tries the same batch again."""
@@ -258,6 +285,12 @@ class Training:
             self.folder.write_plan(self.lean.plan)
             self.folder.write_record(self.record)
 
+    def _agree_on_signals(self) -> None:
+        """A signal, or the time for a save, in one process is one in all."""
+        late = time.monotonic() - self.saved_at > self.recipe.save_seconds
+        received, is_late = self.world.max([self.interrupts.received or 0, late])
+        self.interrupts.received, self.late = int(received) or None, bool(is_late)
+
     # -- evaluations and saves ------------------------------------------------------------------------------
     def _ends_epoch(self, update: int) -> bool:
         return update % len(self.data) == 0 or update == self.length
@@ -269,11 +302,10 @@ class Training:
     def _evaluate(self) -> None:
         evaluation = self.recipe.evaluation
         assert evaluation is not None
-        with self.interrupts.breakable():
-            self.quality = evaluated(self.lean.task, evaluation)
-            self.evaluated = self.update
-        if self.evaluated != self.update:
+        quality = by_first(self.world, lambda: self._measured(evaluation))
+        if not quality:
             return  # interrupted: repeated when the run is resumed
+        self.quality, self.evaluated = float.fromhex(quality), self.update
         is_best = evaluation.is_better(self.quality, self.best_quality)
         if is_best:
             self.best_quality, self.best_update = self.quality, self.update
@@ -281,11 +313,17 @@ class Training:
         self._log({"update": self.update, "epoch": epoch, evaluation.name: self.quality})
         self._tell(Evaluated(self.update, epoch, evaluation.name, self.quality, is_best))
 
+    def _measured(self, evaluation: Evaluation) -> str:
+        """The quality now, to the last bit; "" if a signal interrupted its evaluation."""
+        with self.interrupts.breakable():
+            return float(evaluated(self.lean.task, evaluation)).hex()
+        return ""
+
     def _save_is_due(self) -> bool:
         if self.folder is None or self.update == 0 or (self.update, self.evaluated) == self.saved:
             return False
-        every, late = self.recipe.save_every, time.monotonic() - self.saved_at > self.recipe.save_seconds
-        wanted = late or (every is not None and self.update % every == 0)
+        every = self.recipe.save_every
+        wanted = self.late or (every is not None and self.update % every == 0)
         return wanted or self._ends_epoch(self.update) or self.interrupts.received is not None
 
     def _save(self) -> None:
@@ -296,11 +334,15 @@ class Training:
                 f"{bad} no longer finite at update {self.update:,}, at a learning rate of {lr:g}; {self._safe()}: "
                 "lower the learning rate, or clip the gradients"
             )
-        self.log_bytes = self.folder.log.sync()
-        saves = self.folder.saves
-        path = saves.write(self.update, self.fingerprint, self.groups())
+        check_same(self.world, {"rewired model": self.lean.model})
+        folder, groups = self.folder, gathered(self.world, self.groups())
+        agreed(self.world, lambda: self._write(folder, groups) if self.leads else None)
         self.saved, self.saved_at = (self.update, self.evaluated), time.monotonic()
-        self._forget_old_saves(saves)
+
+    def _write(self, folder: RunFolder, groups: dict[str, Stateful]) -> None:
+        self.log_bytes = folder.log.sync()
+        path = folder.saves.write(self.update, self.fingerprint, groups)
+        self._forget_old_saves(folder.saves)
         self._write_record()
         self._tell(Saved(self.update, path))
 
@@ -313,8 +355,9 @@ class Training:
         return ends[max(0, len(ends) - self.recipe.average) :]
 
     def _finish(self) -> RunRecord:
-        if self.recipe.average and self.folder is not None:
-            self._average(self.folder)
+        folder = self.folder
+        if self.recipe.average and folder is not None:
+            agreed(self.world, lambda: self._average(folder) if self.leads else None)
         self.record = self.record.with_(finished=True)
         self._write_record()
         return self.record
@@ -347,15 +390,15 @@ class Training:
         )
         if measured is not None and measured.peak_bytes >= (self.record.measured_peak_bytes or 0):
             self.record = self.record.with_(measured_peak_bytes=measured.peak_bytes, measured=measured.to_json())
-        if self.folder is not None:
+        if self.folder is not None and self.leads:
             self.folder.write_record(self.record)
 
     def _log(self, line: dict[str, Any]) -> None:
-        if self.folder is not None:
+        if self.folder is not None and self.leads:
             self.folder.log.write(line)
 
     def _tell(self, event: Event) -> None:
-        for listener in self.listeners:
+        for listener in self.listeners if self.leads else ():
             listener(event)
 
     def _interrupted(self) -> Interrupted:
