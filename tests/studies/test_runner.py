@@ -12,7 +12,7 @@ from layouts import write_cifar_binary
 
 from shoestring.studies.jobs import Store
 from shoestring.studies.results import report
-from shoestring.studies.runner import jobs_of, run
+from shoestring.studies.runner import jobs_of, memory_job, run, training_jobs
 from shoestring.studies.study import parse
 
 TEXT = """title = "tiny"
@@ -103,3 +103,28 @@ def test_a_runner_that_was_killed_goes_on_from_its_saves_to_the_same_result(stud
         os.utime(claim, (0, 0))  # as after the lease
     run(killed, jobs, root=data, nice=0)
     assert killed.result(jobs[0])["by_epoch"] == whole.result(jobs[0])["by_epoch"]
+
+
+def test_a_row_may_train_longer_and_be_narrower_than_its_scale(data):
+    text = TEXT.replace('label = "lean"', 'label = "lean"\nlength = 1.5\nwidth = 0.5').replace(
+        "image = 16\nepochs = 2", "width = 128\nupdates = 10"
+    )
+    study = parse(text, "tiny", "tiny.toml")
+    plain, lean, _ = (training_jobs(study, row, study.scale("small"), data)[0] for row in study.rows)
+    assert (plain["updates"], lean["updates"]) == (10, 15)
+    assert (plain["sizes"]["width"], lean["sizes"]["width"]) == (128, 64)
+    assert memory_job(study, study.rows[1], None)["sizes"]["width"] == 256
+    assert "length" not in lean["settings"] and "width" not in lean["settings"]
+
+
+def test_a_study_of_cosines_compares_gradients_in_a_brief_training(data, tmp_path):
+    text = TEXT[: TEXT.index("[[rows]]")].replace("accuracy", "cosine").replace("batch = 10", "batch = 12")
+    text += '[grid]\nactivations = ["int8", "pool4"]\n[scales.small]\nupdates = 2\nseeds = [0]\n'
+    text += '[[claims]]\nclaim = "8 bits are nearer"\nmetric = "cosine"\nrow = "activations int8"\n'
+    text += 'minus = "activations pool4"\nat_least = 0.0\n'
+    study, store = parse(text, "tiny", "tiny.toml"), Store(tmp_path / "store")
+    run(store, [job for job in jobs_of(study, "small", data) if job["kind"] == "fidelity"], root=data, nice=0)
+    found = report(study, "small", store, data)
+    fine, rough = (row["quality"]["cosine"] for row in found["rows"])
+    assert 1 >= fine > 0.999 > rough > 0
+    assert found["claims"][0]["verdict"] == "confirmed"

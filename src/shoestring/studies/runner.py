@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
+from ..models.dynamicconv import Settings
 from .data import VARIABLE, find_data, fingerprint
 from .jobs import LEASE_SECONDS, Claim, Store, worker_name
 from .plans import model_of, size_of
@@ -28,25 +29,31 @@ BUSY = "another process trains in"  # of the run folder's lock: a worker that wa
 
 
 def memory_job(study: Study, row: Row, scale: Scale | None) -> Job:
-    sizes = size_of(study, scale) | _sizes(scale)
+    sizes = size_of(study, scale) | _sizes(scale, row)
     return {"kind": "memory", "model": model_of(study, row), "sizes": sizes, "settings": _deciding(row)}
 
 
 def training_jobs(study: Study, row: Row, scale: Scale, root: str | None) -> list[Job]:
     """One job per seed of the row."""
     data = {"name": scale.data, "fingerprint": fingerprint(find_data(scale.data, root))}
-    length = {"epochs": scale.epochs} if scale.epochs else {"updates": scale.updates}
-    job = memory_job(study, row, scale) | {"kind": "train", "data": data, "held_out": study.tuning, **length}
+    times = row.settings.get("length", 1)
+    length = {"epochs": round(times * scale.epochs)} if scale.epochs else {"updates": round(times * scale.updates)}
+    kind = "fidelity" if study.quality == "cosine" else "train"
+    job = memory_job(study, row, scale) | {"kind": kind, "data": data, "held_out": study.tuning, **length}
     job |= {"schedule": scale.schedule}
     return [job | {"seed": seed} for seed in row.seeds or scale.seeds]
 
 
-def _sizes(scale: Scale | None) -> dict[str, int]:
-    return {key: value for key in ("image", "width") if scale and (value := getattr(scale, key))}
+def _sizes(scale: Scale | None, row: Row) -> dict[str, int]:
+    found = {key: value for key in ("image", "width") if scale and (value := getattr(scale, key))}
+    if "width" in row.settings:
+        found["width"] = 8 * round(row.settings["width"] * found.get("width", Settings.width) / 8)
+    return found
 
 
 def _deciding(row: Row) -> dict[str, Any]:
-    return {key: value for key, value in row.settings.items() if key != "model"}
+    """The settings, but those that a job has under other names."""
+    return {key: value for key, value in row.settings.items() if key not in ("model", "width", "length")}
 
 
 def jobs_of(study: Study, scale_name: str, root: str | None = None) -> list[Job]:
@@ -177,7 +184,7 @@ def _ray_worker(path: str, ids: list[str], nice: int, environment: dict[str, str
 
 def seconds_left(store: Store, jobs: Iterable[Job], workers: int) -> float | None:
     """About how long the rest takes: as long as the finished trainings took; None if none has finished."""
-    trainings = [job for job in jobs if job["kind"] == "train"]
+    trainings = [job for job in jobs if job["kind"] != "memory"]
     done = [result["seconds"] for job in trainings if (result := store.result(job))]
     open_ones = sum(store.state(job) in ("waiting", "running") for job in trainings)
     return sum(done) / len(done) * open_ones / max(1, workers) if done else None

@@ -5,7 +5,7 @@ paper = "sohoni"                   # one of PAPERS
 place = "Table 3"
 model = "wrn-28-2"
 batch = 100
-quality = "accuracy"               # or "bleu"; left out where nothing is trained
+quality = "accuracy"               # or "bleu", "cosine"; left out where nothing is trained
 
 [defaults]                         # settings of every row
 precision = "fp16"
@@ -65,8 +65,10 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     "simulated": (bool,),
     "activations": (str,),
     "lr_multiplier": NUMBER,
+    "width": NUMBER,  # of a translation network, in times of the scale's
+    "length": NUMBER,  # of the training, in times of the scale's
 }
-QUALITIES = ("accuracy", "bleu")
+QUALITIES = ("accuracy", "bleu", "cosine")  # cosine: of the gradient with the exact one, in a brief plain training
 _TOP: dict[str, tuple[type, ...]] = {
     "title": (str,), "paper": (str,), "place": (str,), "about": (str,), "model": (str,), "batch": (int,),
     "tokens": (int,), "quality": (str,), "tuning": (bool,), "defaults": (dict,), "grid": (dict,), "rows": (list,),

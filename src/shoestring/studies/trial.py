@@ -1,6 +1,7 @@
 """One job, in a process of its own: `python -m shoestring.studies.trial JOB FOLDER ANSWER`.
 
-A `memory` job counts and measures a step. A `train` job trains in FOLDER/run, from its newest save if it was killed.
+A `memory` job counts and measures a step. A `train` job trains in FOLDER/run, from its newest save if it was killed. A
+`fidelity` job trains briefly and compares the gradients of compressed activations with exact ones.
 """
 
 import json
@@ -12,6 +13,8 @@ from typing import Any
 from ..errors import ShoestringError
 from .data import find_data
 from .plans import lr_multiplier, plan_of
+
+PROBES = 5  # steps at which a fidelity job compares gradients
 
 
 def main(job_path: str, folder: str, answer: str) -> int:
@@ -71,6 +74,40 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
+def fidelity(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Trains plainly for the job's updates -> the cosine of the whole gradient by probe, and of each layer's."""
+    from itertools import count
+    from time import perf_counter
+
+    import torch
+
+    from ..fidelity import probe
+    from ..profiling import profile
+    from .sessions import session
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    start, updates, codec = perf_counter(), job["updates"], job["settings"]["activations"]
+    settings = {key: value for key, value in job["settings"].items() if key != "activations"}
+    lesson = session(job | {"settings": settings}, find_data(job["data"]["name"]))
+    batches = (lesson.data.read(epoch, number) for epoch in count() for number in range(len(lesson.data)))
+    every = max(1, updates // PROBES)
+    found = probe(
+        lesson.lean.task, batches, updates, [codec], every, peak=lambda task: profile(task, brief=True).peak_bytes
+    )
+    (whole,) = found.whole
+    return {
+        "quality_name": "cosine",
+        "quality": whole.cosine,
+        "by_epoch": [one.cosines[codec] for one in found.probes],
+        "exact_bytes": whole.exact_bytes,
+        "stored_bytes": whole.stored_bytes,
+        "layers": found.to_json()["layers"],
+        "updates": found.steps,
+        "seconds": perf_counter() - start,
+        "environment": {"cpu_model": cpu_model(), "torch": torch.__version__},
+    }
+
+
 def _by_epoch(log: Path, name: str) -> list[float]:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [line[name] for line in lines if name in line]
@@ -84,7 +121,7 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-_KINDS = {"memory": measure, "train": train}
+_KINDS = {"memory": measure, "train": train, "fidelity": fidelity}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))
