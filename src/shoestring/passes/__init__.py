@@ -2,6 +2,7 @@
 
     who enters            step.Stepper.one_pass: a task's contexts, around the pass of each microbatch
     mode.py               LeanMode, a function mode: answers the model's calls by operations that save less
+      arguments.py          the arguments of PyTorch's functions by name
       patterns.py           which batch norms may be fused, learned from one forward pass on fake tensors
       placeholders.py       what a fused batch norm and ReLU return until the convolution comes
       functions.py          the autograd functions; each calls `store` before it computes

@@ -25,10 +25,17 @@ from torch.utils import _pytree as pytree
 
 from ..ambient import Ambient
 from ..kernels.norm import batch_norm_statistics
-from ..kernels.windows import Window
 from ..ledger import Phase
 from ..phases import current_phase
 from ..task import Task
+from .arguments import (
+    convolution_arguments,
+    dropout_arguments,
+    instance_norm_arguments,
+    linear_arguments,
+    max_pool_arguments,
+    relu_arguments,
+)
 from .functions import (
     Statistics,
     lean_dropout,
@@ -225,7 +232,7 @@ class LeanMode(TorchFunctionMode):
 
     def _instance_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Instance norm, whose running statistics a recomputation must neither change nor find changed."""
-        call = _instance_norm_arguments(*args, **kwargs)
+        call = instance_norm_arguments(*args, **kwargs)
         running = {name: call[name] for name in ("running_mean", "running_var") if call[name] is not None}
         if not running or not call["use_input_stats"]:
             return func(*args, **kwargs)
@@ -238,7 +245,7 @@ class LeanMode(TorchFunctionMode):
 
     # -- the other operations -----------------------------------------------------------------------------------
     def _relu(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        call = _relu_arguments(*args, **kwargs)
+        call = relu_arguments(*args, **kwargs)
         x, in_place = call["input"], func in _IN_PLACE or call["inplace"]
         if (record := self.placeholders.record(x)) and record.norm and not record.activated and torch.is_grad_enabled():
             return self._activated(x, record, in_place)
@@ -251,7 +258,7 @@ class LeanMode(TorchFunctionMode):
         return lean_relu(x)
 
     def _max_pool(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        call = _max_pool_arguments(*args, **kwargs)
+        call = max_pool_arguments(*args, **kwargs)
         x, window = call["input"], call["window"]
         if not self.options.masks or not x.requires_grad or x.dim() != 4 or not window.fits_a_byte():
             return func(*args, **kwargs)
@@ -268,13 +275,13 @@ class LeanMode(TorchFunctionMode):
         return self.placeholders.make(norm, activated=True) if fused else norm.compute(relu=True)
 
     def _dropout(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        call = _dropout_arguments(*args, **kwargs)
+        call = dropout_arguments(*args, **kwargs)
         if not self.options.masks or not call["training"] or call["inplace"] or not 0 < call["p"] < 1:
             return func(*args, **kwargs)
         return lean_dropout(call["input"], call["p"])
 
     def _convolution(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        call = _convolution_arguments(*args, **kwargs)
+        call = convolution_arguments(*args, **kwargs)
         ours = self.options.products or self.options.stores
         if not ours or call["input"].dim() != 4 or isinstance(call["padding"], str):
             args, kwargs = self.placeholders.real((args, kwargs))
@@ -299,7 +306,7 @@ class LeanMode(TorchFunctionMode):
         return y
 
     def _linear(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        call = _linear_arguments(*args, **kwargs)
+        call = linear_arguments(*args, **kwargs)
         x, weight, bias = call["input"], call["weight"], call["bias"]
         ours = self.options.products or self.options.stores
         return lean_product(x, weight, bias, Linear(weight, bias)) if ours else func(*args, **kwargs)
@@ -336,60 +343,9 @@ def _update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> N
         call["running_var"].lerp_(unbiased.to(call["running_var"].dtype), momentum)
 
 
-def _pairs(value: Any) -> tuple[int, int]:
-    return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
-
-
-def _convolution_arguments(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
-) -> dict[str, Any]:
-    dilation = _pairs(dilation)
-    padding = _padding(padding, weight.shape[-2:], dilation)
-    return {"input": input, "weight": weight, "bias": bias, "stride": _pairs(stride), "padding": padding,
-            "dilation": dilation, "groups": groups}  # fmt: skip
-
-
-def _padding(padding: Any, kernel: torch.Size, dilation: tuple[int, int]) -> tuple[int, int] | str:
-    """Padding in numbers; "same" stays a word if it would be one wider on one side."""
-    if padding == "valid":
-        return 0, 0
-    if padding == "same":
-        total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
-        return padding if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
-    return padding if isinstance(padding, str) else _pairs(padding)
-
-
-def _instance_norm_arguments(
-    input: Any, running_mean: Any = None, running_var: Any = None, weight: Any = None, bias: Any = None,
-    use_input_stats: Any = True, momentum: Any = 0.1, eps: Any = 1e-05,
-) -> dict[str, Any]:  # fmt: skip
-    return locals()
-
-
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:
     """The first tensor among a call's arguments, positional or keyword, in a list or not."""
     return next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-
-
-def _relu_arguments(input: Any, inplace: Any = False) -> dict[str, Any]:
-    return locals()
-
-
-def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> dict[str, Any]:
-    return locals()
-
-
-def _max_pool_arguments(
-    input: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    kernel = _pairs(kernel_size)
-    steps = kernel if stride is None or (not isinstance(stride, int) and not stride) else _pairs(stride)
-    return {"input": input, "window": Window(kernel, steps, _pairs(padding), _pairs(dilation), ceil_mode)}
-
-
-def _dropout_arguments(input: Any, p: Any = 0.5, training: Any = True, inplace: Any = False) -> dict[str, Any]:
-    return locals()
 
 
 def _opened(func: Any) -> Callable:
