@@ -16,7 +16,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CALLS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")  # what a save asks of the system
-SETTINGS = ("momentum", "adam in microbatches", "checkpoints and masks", "sparse in FP16", "8-bit state")
+SETTINGS = (
+    "momentum", "adam in microbatches", "checkpoints and masks", "sparse in FP16", "8-bit state", "stochastic rounding"
+)  # fmt: skip
 
 
 def quick_folder() -> tempfile.TemporaryDirectory:
@@ -48,6 +50,10 @@ def run(setting: str, folder: str, resume: bool) -> None:
         assert sparse.after_update[0].times == 11, "every 1, 2, 4 and 8 updates of 30"
     elif setting == "8-bit state":
         train(apply(task(Adam()), Plan(optimizer="8bit", checkpoint="residual-1")), Noise(), **how)
+    elif setting == "stochastic rounding":  # of activations, in microbatches that are large enough to be compressed
+        data = Noise(size=240)
+        lean = apply(task(batch=data.read(0, 0)), Plan(activations="int4,*:batch_norm=int2", microbatch=120))
+        train(lean, data, **how)
     else:
         small, masks = task(), torch.Generator().manual_seed(4)
         small = small.with_(after_update=(Rewiring(small.model.head.weight, masks),))
