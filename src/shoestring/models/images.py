@@ -1,4 +1,4 @@
-"""The built-in tasks on random images: WideResNet, ResNet-18 and the small vision transformer."""
+"""The built-in tasks on random images: WideResNet, ResNet-18, ConvNeXt and the small vision transformer."""
 
 from collections.abc import Callable
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..task import SGD, Adam, Task
 from .build import check_count, on_meta
+from .convnext import ConvNeXt
 from .resnet import ResNet18
 from .vit import VisionTransformer
 from .wrn import WideResNet
@@ -52,6 +53,12 @@ def vit_tiny(generator: torch.Generator, batch: int = 100, classes: int = 10, im
     """A vision transformer of 12 layers and width 192 on 4 x 4 patches."""
     images = random_images(generator, batch, classes, image)
     return Task(on_meta(VisionTransformer, classes, image), classification_loss, images, VIT_ADAM)
+
+
+def convnext_tiny(generator: torch.Generator, batch: int = 8, classes: int = 1000, image: int = 224) -> Task:
+    """ConvNeXt-T."""
+    images = random_images(generator, batch, classes, image)
+    return Task(on_meta(ConvNeXt, classes), classification_loss, images, VIT_ADAM)
 
 
 def random_images(generator: torch.Generator, batch: int, classes: int, image: int) -> tuple[Tensor, Tensor]:

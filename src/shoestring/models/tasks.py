@@ -10,7 +10,7 @@ import torch
 from ..errors import ShoestringError
 from ..task import Task
 from .build import check_count, materialise
-from .images import resnet18, resnet18_imagenet, vit_tiny, wide_resnet
+from .images import convnext_tiny, resnet18, resnet18_imagenet, vit_tiny, wide_resnet
 from .translation import dynamicconv_iwslt
 
 MAKERS: dict[str, Callable[..., Task]] = {
@@ -18,6 +18,7 @@ MAKERS: dict[str, Callable[..., Task]] = {
     "resnet18-imagenet": resnet18_imagenet,
     "dynamicconv-iwslt": dynamicconv_iwslt,
     "vit-tiny": vit_tiny,
+    "convnext-tiny": convnext_tiny,
 }
 NAMES = ("wrn-DEPTH-WIDTH (such as wrn-28-2)", *MAKERS)
 
