@@ -92,6 +92,7 @@ def remains(folder):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     torch.set_num_threads(1)
+    train(lean("sparse"), Noise(), run=folder / "alone", epochs=1)  # so that late imports are done before the forks
     return folder, run_in(2, runs, str(folder))
 
 

@@ -27,6 +27,16 @@ def load_job(args: argparse.Namespace) -> "Job":
     return _users(args)
 
 
+def shared_out(job: Any, devices: int) -> "Job":
+    """The job as one of several processes has it: its example batch is the largest share of one."""
+    from ..training.processes import share_of
+
+    if devices == 1:
+        return job
+    share = share_of(job.task, job.task.batch, 0, devices)
+    return replace(job, task=job.task.with_(batch=share, devices=devices))
+
+
 def _classification(args: argparse.Namespace) -> "Job":
     from ..data import open_images
     from ..models import builtin

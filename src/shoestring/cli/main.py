@@ -51,5 +51,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complain(message: str, code: int) -> int:
+    if "RANK" in os.environ:  # one process of torchrun tells for all
+        from ..distributed import speaks
+
+        if not speaks():
+            return code
     print("shoestring:", " ".join(message.split()), file=sys.stderr)
     return code

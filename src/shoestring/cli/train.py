@@ -3,6 +3,7 @@
 import argparse
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from .options import add_techniques, command, given, number, print_json, techniq
 from .plan import add_risk
 
 if TYPE_CHECKING:
+    from ..distributed import World
     from ..planning.plan import Plan
     from ..runs.folder import RunFolder
     from ..runs.record import RunRecord
@@ -72,47 +74,65 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from .job import load_job
+    from ..distributed import agreed, joined, leaving_word
+    from .job import load_job, shared_out
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    folder = _folder(args)
-    with users_code(args.model):
-        job = load_job(args)
-        plan = _plan(args, job, folder)
-        steps = {} if args.evaluate else _plain_step(job.task, plan)  # before the plan is applied to its model
-        session = job.build(plan)
+    world = joined()
+    with leaving_word(world), users_code(args.model):
+        folder = _folder(args, world)
+        job = shared_out(load_job(args), world.size)
+        plan = planned_by_first(world, lambda: _plan(args, job, folder))
+        steps = {} if args.evaluate or world.rank else _plain_step(job.task, plan)  # before its model is changed
+        session = agreed(world, lambda: job.build(plan))
         if args.evaluate:
             answer, lines = _evaluate(args.evaluate, session, folder)
         else:
             settings = job.settings | given(args, "label_smoothing")
             del job  # and its batch, which only predictions need
-            lean, steps["lean" if plan.techniques() else "plain"] = _predicted(session.lean, args.budget)
-            _keep_steps(folder, steps)
-            answer, lines = _train(args, session._replace(lean=lean), settings, folder)
-            page = _write_page(folder)
-            answer["page"] = str(page) if page else None
-            lines += [f"{'page':<10}{page}"] if page else []
-    if args.json:
-        print_json(answer)
-    else:
-        print("\n".join(lines))
+            lean = _predicted(session.lean, args.budget, steps, world)
+            answer, lines = _train(args, session._replace(lean=lean), settings, folder, steps, world)
+    if world.rank == 0:
+        print_json(answer) if args.json else print("\n".join(lines))
     return 0
 
 
-def _folder(args: argparse.Namespace) -> "RunFolder":
-    """The run's folder; refused before any work if it holds another run, or none to resume."""
+def _folder(args: argparse.Namespace, world: "World") -> "RunFolder":
+    """The run's folder; refused before any work if it holds another run, or none to resume. A run that torchrun has
+    started again is resumed."""
+    from ..distributed import by_first
     from ..runs.folder import RunFolder
 
-    folder = RunFolder(args.folder or Path("runs") / Path(args.model.split(":")[0]).name, warn=_say)
-    old = args.resume or args.evaluate
-    if old and not folder.record_path.exists():
+    if args.evaluate and world.size > 1:
+        raise ShoestringError(f"--evaluate takes one process, not {world.size}: start it without torchrun")
+    path = args.folder or Path("runs") / Path(args.model.split(":")[0]).name
+    folder = RunFolder(path, warn=_say if world.rank == 0 else lambda words: None)
+    args.resume = bool(by_first(world, lambda: _checked(folder, args)))
+    return folder
+
+
+def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
+    """Whether the run in the folder is resumed: "yes" or ""."""
+    from ..distributed import is_restarted
+
+    exists = folder.record_path.exists()
+    resume = args.resume or (exists and is_restarted())
+    if (resume or args.evaluate) and not exists:
         raise ShoestringError(f"{folder.path} holds no run: name the folder of one with --run")
-    if not old and folder.record_path.exists():
+    if not (resume or args.evaluate) and exists:
         raise ShoestringError(
             f"{folder.path} holds a run already: go on with it by --resume, or name another folder with --run"
         )
-    return folder
+    return "yes" if resume else ""
+
+
+def planned_by_first(world: "World", make: Callable[[], "Plan"]) -> "Plan":
+    """The plan of process 0, in all: what it measures is never the same twice."""
+    from ..distributed import by_first
+    from ..planning.plan import Plan
+
+    return make() if world.size == 1 else Plan.from_json(by_first(world, lambda: make().to_json()))
 
 
 def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
@@ -170,13 +190,20 @@ def _write_page(folder: "RunFolder") -> Path | None:
     return path
 
 
-def _predicted(lean: "LeanTask", budget_bytes: int | None) -> tuple["LeanTask", dict[str, Any]]:
-    """The lean task with its predicted memory in its plan, and its step; refused if that is over the budget."""
+def _predicted(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], world: "World") -> "LeanTask":
+    """The lean task with its predicted memory in its plan; its step is added to `steps`."""
+    from ..training.apply import LeanTask
+
+    plan = planned_by_first(world, lambda: _prediction(lean, budget_bytes, steps))
+    return LeanTask(lean.task.with_(batch=None), plan)
+
+
+def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any]) -> "Plan":
+    """The plan with what it needs; refused if that is over the budget."""
     from ..measuring import calibrated
     from ..profiling import profile
     from ..reporting.page import step_data
     from ..reporting.progress import progress
-    from ..training.apply import LeanTask
 
     task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
     with progress("calibrating the step's operators, once for this machine") as advance:
@@ -186,19 +213,26 @@ def _predicted(lean: "LeanTask", budget_bytes: int | None) -> tuple["LeanTask", 
             f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
             f"{format_bytes(limit)}: add techniques (see `shoestring train --help`) or raise it"
         )
-    plan = lean.plan.with_(
+    steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
+    return lean.plan.with_(
         task=task.name,
         budget_bytes=limit,
         predicted_peak_bytes=result.peak_bytes,
         predicted_bytes=result.bytes_by_category,
     )
-    return LeanTask(task.with_(batch=None), plan), step_data(result, len(list(task.split(task.batch))))
 
 
 Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words
 
 
-def _train(args: argparse.Namespace, session: "Session", settings: dict[str, Any], folder: "RunFolder") -> Answer:
+def _train(
+    args: argparse.Namespace,
+    session: "Session",
+    settings: dict[str, Any],
+    folder: "RunFolder",
+    steps: dict[str, Any],
+    world: "World",
+) -> Answer:
     from ..measuring import measure_allocator
     from ..reporting.run_progress import run_progress
     from ..reporting.tensorboard import tensorboard
@@ -207,11 +241,15 @@ def _train(args: argparse.Namespace, session: "Session", settings: dict[str, Any
 
     length = given(args, "epochs", "updates")
     updates = Recipe(**length).length(len(session.data))
-    resume, evaluate = (_command(args, folder.path, **change) for change in ({"resume": True}, {"evaluate": "best"}))
+    resume = _command(args, folder.path, world.size, resume=True)
+    evaluate = _command(args, folder.path, evaluate="best")
     with ExitStack() as stack:
-        listeners = [stack.enter_context(run_progress(sys.stderr, session.lean.plan.budget_bytes))]
-        if args.tensorboard:
-            listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
+        listeners: list[Any] = []
+        if world.rank == 0:
+            _keep_steps(folder, steps)
+            listeners.append(stack.enter_context(run_progress(sys.stderr, session.lean.plan.budget_bytes)))
+            if args.tensorboard:
+                listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
         record = train(
             session.lean,
             session.data,
@@ -229,8 +267,11 @@ def _train(args: argparse.Namespace, session: "Session", settings: dict[str, Any
             save_every=args.save_every,
             **length,
         )
+    page = _write_page(folder) if world.rank == 0 else None
     answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate}
-    return answer, [*_summary(record), f"{'saved':<10}{folder.path}", f"{'evaluate':<10}{evaluate}"]
+    answer["page"] = str(page) if page else None
+    lines = [*_summary(record), f"{'saved':<10}{folder.path}", f"{'evaluate':<10}{evaluate}"]
+    return answer, lines + ([f"{'page':<10}{page}"] if page else [])
 
 
 def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
@@ -254,9 +295,11 @@ def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
     return answer, [f"{name} {quality:.4g} with the {which} weights, of update {save.update:,}"]
 
 
-def _command(args: argparse.Namespace, folder: Path, **changes: Any) -> str:
+def _command(args: argparse.Namespace, folder: Path, processes: int = 1, **changes: Any) -> str:
     """This command with changes, for the same run."""
-    words = ["shoestring", "train", args.model]
+    # "--", or torchrun takes --run for one of its own
+    start = ["torchrun", "--nproc-per-node", str(processes), "-m", "--"] if processes > 1 else []
+    words = [*start, "shoestring", "train", args.model]
     values = vars(args) | {"folder": folder, "resume": False, "evaluate": None, "json": False} | changes
     for action in args.parser._actions:
         value = values.get(action.dest)

@@ -9,7 +9,7 @@ digests.py     what must be the same in all of them, compared by hashes
 from .agreement import agreed, by_first, leaving_word
 from .digests import check_same, digest
 from .reduction import Together, together
-from .world import ALONE, Lost, Pretended, World, joined, launched_as
+from .world import ALONE, Lost, Pretended, World, is_restarted, joined, launched_as, speaks
 
 __all__ = [
     "ALONE",
@@ -21,8 +21,10 @@ __all__ = [
     "by_first",
     "check_same",
     "digest",
+    "is_restarted",
     "joined",
     "launched_as",
     "leaving_word",
+    "speaks",
     "together",
 ]

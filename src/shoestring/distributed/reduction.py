@@ -162,14 +162,14 @@ class Reduction(Together):
     @torch.no_grad()
     def _share_buffers(self, before: Buffers, changed: Sequence[float]) -> None:
         """Batch-norm statistics become the mean over the items of all processes; any other buffer is process 0's."""
-        now = [b.module._buffers[b.name] for b, by in zip(before.all, changed, strict=True) if by and is_statistic(b)]
-        means = [tensor for tensor in now if tensor is not None and tensor.is_floating_point()]
-        for kind in {tensor.dtype: None for tensor in means}:
-            self._mean([tensor for tensor in means if tensor.dtype == kind])
-        for buffer, by in zip(before.all, changed, strict=True):
-            tensor = buffer.module._buffers[buffer.name]
-            if by and tensor is not None and not (is_statistic(buffer) and tensor.is_floating_point()):
-                self.world.from_first(tensor)
+        now = [(b.module._buffers[b.name], is_statistic(b)) for b, by in zip(before.all, changed, strict=True) if by]
+        found = [(tensor, averages) for tensor, averages in now if tensor is not None]
+        means = [tensor for tensor, averages in found if averages and tensor.is_floating_point()]
+        for kind in {(tensor.dtype, tensor.device): None for tensor in means}:
+            self._mean([tensor for tensor in means if (tensor.dtype, tensor.device) == kind])
+        others = [tensor for tensor, averages in found if not (averages and tensor.is_floating_point())]
+        for device in {tensor.device: None for tensor in others}:
+            self.world.from_first([tensor for tensor in others if tensor.device == device])
 
     def _mean(self, tensors: list[Tensor]) -> None:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).mul_(self._share)

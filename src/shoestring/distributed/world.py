@@ -23,6 +23,11 @@ class Lost(ShoestringError):
 
     exit_code = 1
 
+    def with_more(self, words: str) -> "Lost":
+        more = Lost(f"{self}; {words}")
+        more.exit_code = self.exit_code
+        return more
+
 
 class World:
     """One process alone: what it knows, all know."""
@@ -49,8 +54,8 @@ class World:
         """Begins to add up a tensor over all processes, in place -> what to call before it is read."""
         return _nothing
 
-    def from_first(self, tensor: Tensor) -> None:
-        """Gives a tensor the values that it has in process 0."""
+    def from_first(self, tensors: Sequence[Tensor]) -> None:
+        """Gives tensors the values that they have in process 0."""
 
 
 def _nothing() -> None:
@@ -99,11 +104,13 @@ class Group(World):
 
         return wait
 
-    def from_first(self, tensor: Tensor) -> None:
-        flat = tensor.reshape(-1).view(torch.uint8)  # a backend may not know the type
+    def from_first(self, tensors: Sequence[Tensor]) -> None:
+        parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # a backend may not know the type
+        flat = torch.cat(parts)
         with _losing():
             dist.broadcast(flat, 0)
-        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 class Pretended(World):
@@ -137,7 +144,7 @@ def _losing() -> Iterator[None]:
 def _lost(words: str) -> Lost:
     """What a process that is gone left to say, or else what the backend says."""
     code, colon, told = _last_words().partition(":")
-    error = Lost(told or f"another process of this run is gone, so this one stops ({words[:160]}): resume the run")
+    error = Lost(told or f"another process of this run is gone, so this one stops ({words[:160]})")
     error.exit_code = int(code) if colon else Lost.exit_code
     return error
 
@@ -182,6 +189,11 @@ def launched_as() -> Launched | None:
             f"RANK={words[0]} of WORLD_SIZE={words[1]} is no process of a run: start with torchrun, or unset both"
         )
     return Launched(rank, size)
+
+
+def is_restarted() -> bool:
+    """Whether torchrun has started this process again, after one of the run had died."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _join(launched: Launched) -> None:

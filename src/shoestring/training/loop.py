@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import ALONE, World, agreed, by_first, check_same, joined, leaving_word
+from ..distributed import ALONE, Lost, World, agreed, by_first, check_same, joined, leaving_word
 from ..errors import Diverged, OverBudget, ShoestringError
 from ..planning.plan import Plan
 from ..profiling import profile
@@ -166,6 +166,12 @@ class Training:
 
     # -- the run --------------------------------------------------------------------------------------------
     def go(self, resume: bool) -> RunRecord:
+        try:
+            return self._run(resume)
+        except Lost as error:
+            raise error.with_more(f"{self._safe()}, resume with `{self.how_to_resume}`") from error
+
+    def _run(self, resume: bool) -> RunRecord:
         with ExitStack() as stack:
             stack.enter_context(leaving_word(self.world))
             if self.folder is not None and self.leads:
