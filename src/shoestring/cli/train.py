@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     world = joined()
     with leaving_word(world), users_code(args.model):
         folder = _folder(args, world)
-        job = shared_out(load_job(args), world.size)
+        job = agreed(world, lambda: shared_out(load_job(args), world.size))
         plan = planned_by_first(world, lambda: _plan(args, job, folder))
         steps = {} if args.evaluate or world.rank else _plain_step(job.task, plan)  # before its model is changed
         session = agreed(world, lambda: job.build(plan))

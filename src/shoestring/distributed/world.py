@@ -215,7 +215,7 @@ def _join(launched: Launched) -> None:
 
 
 # -- last words: the store outlives a process that ends with an error ----------------------------------------------
-FAILED, TOLD = "shoestring/failed", "shoestring/told"
+FAILED, TOLD, HEARD = "shoestring/failed", "shoestring/told", "shoestring/heard"
 
 
 def leave_word(words: str) -> None:
@@ -236,13 +236,24 @@ def speaks(patience: float = 3.0) -> bool:
     if not (dist.is_available() and dist.is_initialized()):
         launched = launched_as()
         return launched is None or launched.rank == 0
+    others = dist.get_world_size() - 1
     try:
-        deadline = time.monotonic() + (patience if dist.get_rank() else 0.0)
-        while time.monotonic() < deadline and not _store().check([TOLD]):
-            time.sleep(0.05)
-        return _store().add(TOLD, 1) == 1
-    except (RuntimeError, ValueError):  # process 0 held the store, and is gone
+        if dist.get_rank() == 0:
+            first = _store().add(TOLD, 1) == 1
+            _until(lambda: _store().add(HEARD, 0) >= others, patience)  # it may hold the store that they look into
+            return first
+        _until(lambda: _store().check([TOLD]), patience)
+        first = _store().add(TOLD, 1) == 1
+        _store().add(HEARD, 1)
+        return first
+    except (RuntimeError, ValueError):  # process 0 held the store, and was killed
         return True
+
+
+def _until(happened: Callable[[], bool], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not happened():
+        time.sleep(0.02)
 
 
 def _store() -> Any:

@@ -1,0 +1,166 @@
+"""`torchrun -m shoestring train`: one process speaks for all, and all end with the same code."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from layouts import write_cifar_binary
+from test_killed_processes import ended
+
+from shoestring import ShoestringError
+from shoestring.cli.main import main
+from shoestring.distributed import joined
+
+MODEL = """
+import os, torch
+from torch import nn
+from torch.nn import functional as F
+from shoestring import SGD, Task
+
+def loss(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+def task(batch=4, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+    images = torch.zeros(batch, 3, 32, 32), torch.zeros(batch, dtype=torch.int64)
+    return Task(model, loss, images, SGD(lr=0.05, momentum=0.9), name="net")
+
+def own(batch):
+    return task(batch, seed=int(os.environ["RANK"]))
+
+def failing(batch):
+    if os.environ["RANK"] == "1":
+        raise OSError("the disk of this machine is gone")
+    return task(batch)
+"""
+
+
+def prepared(folder, monkeypatch):
+    (folder / "mine.py").write_text(MODEL)
+    write_cifar_binary(folder / "cifar", 12)
+    monkeypatch.chdir(folder)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late_imports(tmp_path_factory):
+    """What a run imports late is imported here, before the forks."""
+    with pytest.MonkeyPatch.context() as patches:
+        prepared(tmp_path_factory.mktemp("alone"), patches)
+        patches.setenv("XDG_CACHE_HOME", os.getcwd())
+        assert main(f"{TRAIN} --json".split()) == 0
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    prepared(tmp_path, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("SHOESTRING_TRACEBACK", raising=False)
+    return tmp_path
+
+
+def in_processes(size, *commands, restart=0):
+    """Commands (one for all, or one for each) as torchrun would start them -> (exit code, stdout, stderr) of each."""
+    with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
+        free.bind(("127.0.0.1", 0))
+        known = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
+        free.close()
+        children = []
+        for rank in range(size):
+            child = os.fork()
+            if not child:
+                known |= {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": restart}
+                os.environ.update({name: str(value) for name, value in known.items()})
+                sys.stdout, sys.stderr = ((Path(folder) / f"{stream}{rank}").open("w") for stream in ("out", "err"))
+                code = main(commands[min(rank, len(commands) - 1)].split())
+                sys.stdout.flush(), sys.stderr.flush()
+                os._exit(code)
+            children.append(child)
+        codes = [ended(child) for child in children]
+        texts = [[(Path(folder) / f"{stream}{rank}").read_text() for stream in ("out", "err")] for rank in range(size)]
+    return [(code, *text) for code, text in zip(codes, texts, strict=True)]
+
+
+def complaint(answers, code):
+    """The one line of one process, where all ended with that code."""
+    assert [answer[0] for answer in answers] == [code] * len(answers), answers
+    lines = [line for answer in answers for line in answer[2].splitlines() if line.startswith("shoestring: ")]
+    (line,) = [line for line in lines if "calibrating" not in line]
+    return line
+
+
+TRAIN = "train mine.py:task --data cifar --batch 6 --updates 4 --save-every 1 --microbatch 2 --run run"
+
+
+def test_one_folder_one_voice_and_the_command_to_resume(place):
+    zero, one = in_processes(2, TRAIN)
+    assert zero[0] == one[0] == 0
+    assert "net: 4 updates" in zero[1] and one[1] == "" and "shoestring" not in one[2]
+    record = json.loads((place / "run" / "record.json").read_text())
+    assert record["finished"] and record["measured_peak_bytes"] == record["predicted_peak_bytes"]
+    assert "holds a run already" in complaint(in_processes(2, TRAIN), 2)
+    before = (place / "run" / "log.jsonl").read_bytes()
+    again = in_processes(2, TRAIN, restart=1)
+    assert [answer[0] for answer in again] == [0, 0], "torchrun started it again, so the run is resumed"
+    assert (place / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_bad_input_is_one_line_and_one_code(place):
+    small = TRAIN.replace("--batch 6", "--batch 1").replace(" --microbatch 2", "")
+    assert "a batch of 1 examples cannot be shared by 2 processes" in complaint(in_processes(2, small), 2)
+    other = TRAIN.replace("--batch 6", "--batch 4")
+    assert "process 1" in complaint(in_processes(2, TRAIN, other), 2)
+    assert "the weights of process 1" in complaint(in_processes(2, TRAIN.replace(":task", ":own")), 2)
+    words = complaint(in_processes(2, TRAIN.replace(":task", ":failing")), 2)
+    assert "the disk of this machine is gone" in words and "(process 1)" in words
+    assert "takes one process, not 2" in complaint(in_processes(2, f"{TRAIN} --evaluate best"), 2)
+    assert not (place / "run" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 of WORLD_SIZE=2"),
+        ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK=first"),
+    ],
+)
+def test_processes_that_cannot_meet_are_told_to_use_torchrun(environment, words, monkeypatch):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ShoestringError, match=f"{words}.*torchrun"):
+        joined()
+
+
+def test_one_process_of_torchrun_is_alone(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert joined().size == 1
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_a_killed_process_and_the_run_ends_with_the_same_bits(place):
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [*start, "--master-port", "29411", "-m", "--", "shoestring", *TRAIN.split()]
+    killing = (
+        "import os\n_replace = os.replace\ndef dying(*a):\n"
+        "    if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and 'update-0000000002' in str(a):\n"
+        "        os.kill(os.getpid(), 9)\n    return _replace(*a)\nos.rename = os.replace = dying\n"
+    )
+    subprocess.run(command, check=True, capture_output=True)
+    (place / "run").rename(place / "whole")
+    (place / "mine.py").write_text(killing + MODEL)
+    subprocess.run(command, check=True, capture_output=True)
+    for name in ("log.jsonl", "saves/update-0000000004/model.safetensors", "saves/update-0000000004/manifest.json"):
+        assert (place / "run" / name).read_bytes() == (place / "whole" / name).read_bytes()
