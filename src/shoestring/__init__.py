@@ -22,6 +22,7 @@ _HOMES = {
     "apply": "training.apply",
     "plain": "techniques.plain",
     "train": "training.loop",
+    "load": "training.load",
     "load_weights": "runs.save",
     "measure": "measuring",
     "ShoestringError": "errors",
@@ -39,6 +40,7 @@ __all__ = [
     "Task",
     "apply",
     "builtin",
+    "load",
     "load_weights",
     "measure",
     "plain",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from .task import SGD, Adam, Task
     from .techniques.plain import plain
     from .training.apply import apply
+    from .training.load import load
     from .training.loop import train
 
 

@@ -1,6 +1,15 @@
 """One family of errors: each message says what, the number, the cause and what to do next."""
 
 
+def how_to_install(extra: str) -> str:
+    """An optional extra -> the command that installs it, also from a checkout: the name alone is another's on PyPI."""
+    from pathlib import Path
+
+    checkout = Path(__file__).parents[2]
+    place = str(checkout) if (checkout / "pyproject.toml").is_file() else "PATH_OF_SHOESTRING"
+    return f"pip install '{place}[{extra}]'"
+
+
 class ShoestringError(Exception):
     """Anything that Shoestring refuses; `exit_code` is what the command line returns for it."""
 

@@ -28,6 +28,23 @@ def parse_bytes(text: str | int | float) -> int:
     return round(size)
 
 
+def share_of(text: str | int | None) -> float | None:
+    """A budget such as "50%" -> 0.5; None for one in bytes.
+
+    >>> share_of("50%"), share_of("7MB")
+    (0.5, None)
+    """
+    if not isinstance(text, str) or not text.strip().endswith("%"):
+        return None
+    try:
+        share = float(text.strip()[:-1]) / 100
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        raise ShoestringError(f"{text!r} is not a share of what plain training needs: write it as 50%")
+    return share
+
+
 def format_bytes(size: float, digits: int = 4) -> str:
     """Bytes -> "6.672 MB", to `digits` significant digits.
 

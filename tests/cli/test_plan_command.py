@@ -14,9 +14,29 @@ def task(batch=32):
 def test_a_plan_says_what_it_does_and_why(shoestring, user):
     answer = shoestring("plan", user(NET), "--batch", 256, "--budget", "200KB")
     assert answer.code == 0, answer.err
-    assert "predicted peak" in answer.out and "of 200.0 KB" in answer.out
+    assert "of Python objects = " in answer.out and " of 200.0 KB, " in answer.out
     assert "plain training needs" in answer.out and "without it about" in answer.out
-    assert "Pareto-optimal plans" in answer.out
+    assert "Trade-offs found (memory against time); * = chosen" in answer.out
+    assert max(map(len, answer.out.splitlines())) > 100  # what is piped is not wrapped
+
+
+def test_without_a_budget_the_trade_offs_are_told(shoestring, user):
+    answer = shoestring("plan", user(NET), "--batch", 256)
+    assert answer.code == 0 and "the least budget that works at risk neutral is" in answer.out
+    found = json.loads(shoestring("plan", user(NET), "--batch", 256, "--budget", "60%", "--json").out)
+    assert found["budget_bytes"] < found["predicted_peak_bytes"] * 10 and found["object_bytes"] > 0
+
+
+def test_a_budget_for_the_whole_process_leaves_out_what_python_and_torch_take(shoestring, user, monkeypatch):
+    from shoestring.measuring import base
+
+    monkeypatch.setattr(base, "process_base_bytes", lambda: 300_000_000)
+    words = ("plan", user(NET), "--batch", 256, "--counting", "process", "--json", "--budget")
+    answer = shoestring(*words, "301MB")
+    assert json.loads(answer.out)["budget_bytes"] == 1_000_000 and "300 MB are for Python and torch" in answer.err
+    refused = shoestring(*words, "250MB")
+    assert refused.code == 3 and "needs 300 MB for Python and torch alone" in refused.err
+    assert shoestring(*words, "50%").code == 2
 
 
 def test_json_is_the_plan_and_the_file_is_the_same(shoestring, user, tmp_path):
@@ -41,9 +61,9 @@ def test_a_plan_on_data_is_what_train_follows(shoestring, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "arguments, code, words",
     [
-        (("--budget", "10B"), 3, "no plan of risk neutral fits 10 B: the smallest peak is"),
+        (("--budget", "10B"), 3, "no plan of risk neutral fits 10 B: the least that works is"),
         (("--budget", "lots"), 2, "'lots' is not a size in bytes"),
-        ((), 2, "--budget"),
+        (("--budget", "7"), 2, "write the unit, as in 7MB"),
         (("--budget", "1MB", "--risk", "some"), 2, "invalid choice: 'some'"),
         (("--budget", "1MB", "--output", "plan.txt"), 2, "must end in .json"),
         (("--budget", "1MB", "--output", "nowhere/plan.json"), 2, "there is no folder 'nowhere'"),

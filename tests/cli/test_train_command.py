@@ -82,7 +82,7 @@ def train(shoestring, tmp_path, monkeypatch):
 
 
 def without_record(folder):
-    timed = ("record.json", "page.html")  # which tell how long the run took
+    timed = ("record.json", "measures.jsonl", "page.html")  # which tell how long the run took
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in timed)
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -90,21 +90,25 @@ def without_record(folder):
 def test_a_run_ends_with_its_memory_its_quality_and_the_command_to_evaluate_it(train, tmp_path):
     answer = train("--epochs", 2, "--microbatch", 2, "--budget", "10MB")
     assert answer.code == 0, answer.err
-    lines = answer.out.splitlines()
-    assert lines[0].startswith("net: 10 updates in ")
-    assert lines[1].startswith("accuracy  ")
-    assert "predicted" in lines[2] and "measured" in lines[2] and "within the budget of 10.00 MB" in lines[2]
-    assert lines[3].split() == ["saved", "runs/net.py"]
-    assert "--run runs/net.py --evaluate best" in lines[4]
+    first, *lines = answer.out.splitlines()
+    assert first.startswith("net: 10 updates in ")
+    told = {line[:10].strip(): line[10:] for line in lines}
+    assert told["plan"].startswith("microbatch 2 (risk approximate, predicted ") and "%" in told["accuracy"]
+    assert "predicted" in told["memory"] and "measured" in told["memory"]
+    assert "within the budget of 10.00 MB" in told["memory"] and "resident at the peak" in told["process"]
+    assert told["saved"] == "runs/net-task" and told["evaluate"] == "shoestring evaluate runs/net-task net.py:task"
+    assert told["export"] == "shoestring export runs/net-task -o model.safetensors"
+    assert answer.err.index("plan      microbatch 2") < answer.err.index("epoch 1/2")  # before the first update, too
+    assert "data      20 images to train" in answer.err and "device    CPU, 1 thread" in answer.err
     assert "epoch 1/2  update 5/10" in answer.err
-    record = json.loads((tmp_path / "runs" / "net.py" / "record.json").read_text())
+    record = json.loads((tmp_path / "runs" / "net-task" / "record.json").read_text())
     assert abs(record["predicted_peak_bytes"] - record["measured_peak_bytes"]) <= 0.02 * record["measured_peak_bytes"]
 
 
 def test_a_run_leaves_a_page_of_its_course_and_of_its_step_plain_and_lean(train, tmp_path):
     answer = train("--epochs", 2, "--microbatch", 2, "--budget", "10MB")
-    assert answer.out.splitlines()[5].split() == ["page", "runs/net.py/page.html"]
-    text = (tmp_path / "runs" / "net.py" / "page.html").read_text()
+    assert answer.out.splitlines()[-1].split() == ["page", "runs/net-task/page.html"]
+    text = (tmp_path / "runs" / "net-task" / "page.html").read_text()
     found = json.loads(text.split('id="data">')[1].split("</script>")[0])["runs"][0]
     assert found["state"] == "finished after 10 updates" and len(found["curves"]["loss"]) == 10
     assert found["steps"]["lean"]["peak"]["bytes"] == found["record"]["predicted_peak_bytes"]
@@ -136,7 +140,7 @@ def test_a_run_is_resumed_with_every_setting_that_its_command_had(train):
     words = ("--epochs", 1, "--json", "--run", "run", "--nonzero", "50,method=set,layers=conv")
     answer = json.loads(train(*words).out)
     assert answer["settings"]["techniques"] == {"nonzero": {"nonzero": 50, "method": "set", "layers": ["conv"]}}
-    assert "--nonzero 50,method=set,layers=conv" in answer["resume"]
+    assert answer["resume"] == "shoestring train net.py:task --resume --run run"
     assert json.loads(train(*words, "--resume").out)["finished"]
     assert json.loads(train(*words[:-2], "--resume").out)["finished"]  # by its plan file
     other = complaint(train(*words[:-1], "50,layers=conv", "--resume"))
@@ -146,7 +150,7 @@ def test_a_run_is_resumed_with_every_setting_that_its_command_had(train):
 def test_json_is_all_that_stdout_has(train):
     answer = train("--epochs", 1, "--json")
     found = json.loads(answer.out)
-    assert found["finished"] and found["run"] == "runs/net.py" and found["quality_name"] == "accuracy"
+    assert found["finished"] and found["run"] == "runs/net-task" and found["quality_name"] == "accuracy"
 
 
 @pytest.mark.parametrize("plan", [(), ("--nonzero", 50)], ids=["dense", "sparse"])
@@ -155,8 +159,7 @@ def test_the_command_that_it_prints_evaluates_the_same_weights(train, shoestring
     words = found["evaluate"].split()[1:]
     assert json.loads(shoestring(*words, "--json").out)["accuracy"] == found["best_quality"]
     for which, quality in (("averaged", "averaged_quality"), ("last", "quality")):
-        words[words.index("--evaluate") + 1] = which
-        assert json.loads(shoestring(*words, "--json").out)["accuracy"] == found[quality]
+        assert json.loads(shoestring(*words, "--weights", which, "--json").out)["accuracy"] == found[quality]
 
 
 def test_ctrl_c_saves_and_the_command_that_it_prints_goes_on_to_the_same_end(train, shoestring, tmp_path, monkeypatch):
@@ -208,7 +211,7 @@ def test_a_step_that_takes_more_than_predicted_stops_the_run_and_with_replan_it_
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ((), "one of the arguments --epochs --updates is required"),
+        ((), "name a MODEL and how long to train it, by --epochs or --updates"),
         (("--epochs", 0), "argument --epochs: 0 is out of range"),
         (("--epochs", 1, "--updates", 1), "not allowed with argument"),
         (("--epochs", 1, "--budget", "lots"), "'lots' is not a size in bytes: write it as 7MB"),
@@ -217,8 +220,7 @@ def test_a_step_that_takes_more_than_predicted_stops_the_run_and_with_replan_it_
         (("--epochs", 1, "--lr", "fast"), "'fast' is not a number"),
         (("--epochs", 1, "--label-smoothing", 2), "must be at least 0 and at most 1"),
         (("--epochs", 1, "--schedule", "warm"), "invalid choice: 'warm'"),
-        (("--epochs", 1, "--resume"), "runs/net.py holds no run: name the folder of one with --run"),
-        (("--epochs", 1, "--evaluate", "best"), "runs/net.py holds no run"),
+        (("--epochs", 1, "--resume"), "runs/net-task holds no run: name the folder of one with --run"),
         (("--epochs", 1, "--microbatch", 5), "a microbatch of 5 does not go into a batch of 4"),
         (("--epochs", 1, "--checkpoint", "all"), "there is no checkpoint strategy 'all'"),
         (("--epochs", 1, "--quality", "bleu"), "--quality is for translation"),

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from shoestring.data import open_pairs, token_batches
+from shoestring.data import keep_languages, kept_languages, open_pairs, token_batches
 from shoestring.data.files import Rows, read_checked, write_checked
 from shoestring.data.language import sentence_pairs
 from shoestring.data.vocabulary import PARTS, Vocabulary, encode
-from shoestring.errors import ShoestringError
+from shoestring.errors import DamagedSave, ShoestringError, how_to_install
 from shoestring.models.translation import count_target_tokens, shift_right
 from shoestring.tokens import EOS, PAD, UNKNOWN
 
@@ -216,4 +216,26 @@ def test_more_pieces_than_the_text_has_are_refused(tmp_path):
 
 def test_byte_pairs_without_sentencepiece_say_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    assert "pip install 'shoestring[nlp]'" in refusal(write_pairs(tmp_path), vocabulary=100)
+    assert how_to_install("nlp") in refusal(write_pairs(tmp_path), vocabulary=100)
+
+
+@pytest.mark.parametrize("size", [100, None])
+def test_languages_that_are_kept_encode_as_before_without_the_cache_and_damage_is_noticed(tmp_path, size):
+    pytest.importorskip("sentencepiece")
+    folder = write_pairs(tmp_path / "data")
+    pairs = open_pairs(folder, vocabulary=size, cache=tmp_path / "cache")
+    keep_languages(tmp_path / "kept", pairs.known)
+    known = kept_languages(tmp_path / "kept")
+    again = open_pairs(folder, cache=tmp_path / "nowhere", known=known)
+    assert known.names == pairs.languages and not (tmp_path / "nowhere").exists()
+    for one, other in ((pairs.train, again.train), (pairs.test, again.test)):
+        assert one.source.data.tolist() == other.source.data.tolist()
+        assert one.target.data.tolist() == other.target.data.tolist()
+    assert known.target.decode(pairs.train.target[0]) == pairs.target.decode(pairs.train.target[0])
+    assert kept_languages(tmp_path) is None
+    for path in (tmp_path / "kept").iterdir():
+        data = path.read_bytes()
+        path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        with pytest.raises(DamagedSave, match="is damaged"):
+            kept_languages(tmp_path / "kept")
+        path.write_bytes(data)

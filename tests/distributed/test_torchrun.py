@@ -121,7 +121,7 @@ def test_bad_input_is_one_line_and_one_code(place):
     assert "the weights of process 1" in complaint(in_processes(2, TRAIN.replace(":task", ":own")), 2)
     words = complaint(in_processes(2, TRAIN.replace(":task", ":failing")), 2)
     assert "the disk of this machine is gone" in words and "(process 1)" in words
-    assert "takes one process, not 2" in complaint(in_processes(2, f"{TRAIN} --evaluate best"), 2)
+    assert "takes one process, not 2" in complaint(in_processes(2, "evaluate run"), 2)
     assert not (place / "run" / "record.json").exists()
 
 

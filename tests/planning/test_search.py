@@ -13,6 +13,7 @@ from shoestring.planning.traces import NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, ob
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
+from shoestring.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
@@ -102,7 +103,7 @@ def test_every_setting_has_its_reason_and_the_alternatives_are_a_front(net):
 
 
 def test_what_does_not_fit_is_told_with_the_smallest_peak_and_what_fills_it(net):
-    with pytest.raises(NoPlanFits, match=r"smallest peak is .* filled by .*; no higher risk would fit"):
+    with pytest.raises(NoPlanFits, match=r"least that works is .* filled by .*; no higher risk would fit"):
         plan(net, "10KB", risk="exact", rates=RATES)
 
 
@@ -162,3 +163,65 @@ def test_what_is_offloaded_takes_no_memory_but_its_part_of_the_graph_does():
     assert storages[1] < storages[0]
     assert offloaded.nodes == plain.nodes > 100
     assert object_bytes(offloaded) > NODE_BYTES * offloaded.nodes
+
+
+def test_a_larger_budget_never_gives_a_slower_plan():
+    ratios = []
+    for share in (60, 80, 100, 120, 300):
+        try:
+            ratios.append(plan(little(), PLAIN * share // 100, risk="exact", rates=RATES).predicted_time_ratio)
+        except NoPlanFits:
+            assert not ratios
+    assert len(ratios) > 2 and ratios == sorted(ratios, reverse=True) and ratios[-1] <= 1
+
+
+def test_the_table_marks_the_chosen_plan_and_counts_objects_in_every_row():
+    found = plan(little(), PLAIN * 9 // 10, rates=RATES)
+    (chosen,) = [row for row in found.alternatives if row["chosen"]]
+    assert chosen["settings"] == found.techniques() and chosen["object_bytes"] == found.object_bytes
+    assert all(row["object_bytes"] > 0 for row in found.alternatives)
+    assert chosen["predicted_peak_bytes"] == found.predicted_peak_bytes
+    needs = [row["predicted_peak_bytes"] + row["object_bytes"] for row in found.alternatives]
+    assert needs == sorted(needs)
+    lines = str(found).splitlines()
+    assert sum(line.startswith("*") or line.strip().startswith("*") for line in lines) == 1
+    for row, line in zip(found.alternatives, lines[-len(needs) :], strict=True):
+        assert format_bytes(row["predicted_peak_bytes"] + row["object_bytes"]) in line
+    assert (
+        found._repr_html_().count("<tr") == len(needs) + 1
+        and "<script" not in found.with_(task="<script>")._repr_html_()
+    )
+
+
+def test_a_row_of_the_table_has_the_scratch_of_its_operators():
+    asked = []
+
+    def calibrate(signatures):
+        asked.extend(map(str, signatures))
+        return {str(call): 1000 for call in signatures}
+
+    found = plan(little(), PLAIN * 9 // 10, rates=RATES, calibrate=calibrate)
+    search = Search(little(), PLAIN, RATES, dict.fromkeys(asked, 1000))
+    for row in found.alternatives:
+        if not row["estimated"]:
+            assert row["predicted_peak_bytes"] == search.traces.of(tuple(row["settings"].items())).peak_bytes
+
+
+def test_without_a_budget_the_trade_offs_and_the_least_budget_that_works_are_told():
+    found = plan(little(), None, rates=RATES)
+    assert found.budget_bytes is None and "the least budget that works at risk neutral is" in str(found)
+    least = found.least_budget_bytes
+    assert plan(little(), least, rates=RATES).predicted_peak_bytes <= least
+    with pytest.raises(NoPlanFits):
+        plan(little(), round(0.97 * least), rates=RATES)
+    assert len({row["risk"] for row in found.alternatives}) > 1
+
+
+def test_a_budget_may_be_a_share_of_what_plain_training_needs():
+    whole = plan(little(), "100%", rates=RATES)
+    half = plan(little(), "50%", rates=RATES)
+    assert half.budget_bytes == round(whole.budget_bytes / 2)
+    assert half.predicted_peak_bytes + half.object_bytes <= half.budget_bytes
+    for text in ("-5%", "0%", "lots%", "nan%"):
+        with pytest.raises(ShoestringError, match="is not a share"):
+            plan(little(), text, rates=RATES)

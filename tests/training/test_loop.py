@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small import Noise, right_answers, task
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from shoestring import SGD, Plan, apply
@@ -24,7 +25,7 @@ from shoestring.training.evaluate import Evaluation, evaluating
 from shoestring.training.events import Evaluated, Replanned, Saved, Updated
 from shoestring.training.interrupts import Interrupted
 from shoestring.training.loop import train
-from shoestring.training.schedules import Steps
+from shoestring.training.schedules import Steps, schedule
 
 
 def log_of(folder):
@@ -106,8 +107,9 @@ def test_each_process_of_a_run_has_names_of_its_own(tmp_path):
     for rank in (0, 1):
         train(task(), Noise(), epochs=1, run=RunFolder(tmp_path / "run", rank))
     names = {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")}
-    first = {"plan.json", "record.json", "log.jsonl", "saves"}
-    assert names == first | {"plan.rank1.json", "record.rank1.json", "log.rank1.jsonl", "saves.rank1"}
+    first = {"plan.json", "record.json", "log.jsonl", "measures.jsonl", "saves"}
+    second = {"plan.rank1.json", "record.rank1.json", "log.rank1.jsonl", "measures.rank1.jsonl", "saves.rank1"}
+    assert names == first | second
 
 
 def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_is_not_a_number():
@@ -462,3 +464,70 @@ def test_an_update_is_measured_again_once_more_outlives_it():
         if update == 3:  # as where a loss scale let the first updates be skipped
             held.append(torch.zeros(8))
     assert [reading.peak_bytes for reading in readings] == [20, 20, 52]
+
+
+def test_seconds_and_measured_bytes_are_in_a_log_of_their_own_that_a_resumed_run_continues(tmp_path):
+    def stop(event):
+        if isinstance(event, Updated) and event.update == 7:
+            raise KeyboardInterrupt
+
+    class Reading:
+        peak_bytes, to_json = 1000, staticmethod(dict)
+
+    def meter(step, held):
+        step()
+        return Reading
+
+    how = {"epochs": 2, "run": tmp_path / "run", "meter": meter, "evaluation": right_answers()}
+    with pytest.raises(KeyboardInterrupt):
+        train(task(), Noise(), listeners=[stop], **how)
+    train(task(), Noise(), resume=True, **how)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "measures.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "seconds" in line] == list(range(1, 11))
+    assert [line["update"] for line in lines if "evaluation_seconds" in line] == [5, 10]
+    assert {line["update"] for line in lines if "bytes" in line} >= {1, 2} and all(
+        line.get("seconds", 0) >= 0 for line in lines
+    )
+
+
+def test_a_run_whose_schedule_is_not_stretched_can_be_made_longer_and_ends_as_if_it_had_been(tmp_path):
+    one, other = task(), task()
+    train(one, Noise(), epochs=1, run=tmp_path / "run")
+    record = train(one := task(), Noise(), epochs=3, run=tmp_path / "run", resume=True)
+    train(other, Noise(), epochs=3, run=tmp_path / "whole")
+    assert record.updates == 15 and record.settings["updates"] == 15 and record.finished
+    for mine, wanted in zip(one.model.state_dict().values(), other.model.state_dict().values(), strict=True):
+        assert torch.equal(mine, wanted)
+    with pytest.raises(ShoestringError, match="15 updates are done already, and 5 are asked for"):
+        train(task(), Noise(), epochs=1, run=tmp_path / "run", resume=True)
+    train(task(), Noise(), epochs=1, schedule=schedule("cosine", 5), run=tmp_path / "cosine")
+    with pytest.raises(ShoestringError, match="the schedule of the learning rate is stretched"):
+        train(task(), Noise(), epochs=2, schedule=schedule("cosine", 10), run=tmp_path / "cosine", resume=True)
+
+
+def test_other_batches_of_the_same_number_are_noticed_by_a_resumed_run(tmp_path):
+    batches = [Noise().read(0, number) for number in range(3)]
+    train(task(), batches, epochs=1, run=tmp_path / "run")
+    train(task(), [*batches], epochs=2, run=tmp_path / "run", resume=True)
+    others = [(images + 1, labels) for images, labels in batches]
+    with pytest.raises(ShoestringError, match="its data have changed"):
+        train(task(), others, epochs=3, run=tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(), Plan(precision="bf16"), Plan(microbatch=2)], ids=["plain", "bf16", "microbatch"]
+)
+def test_a_lean_task_is_evaluated_on_any_batches_and_stays_as_it_is(plan):
+    lean = apply(task(), plan)
+    batches = [Noise().read(0, number) for number in range(2)]
+    before = {name: tensor.clone() for name, tensor in lean.model.state_dict().items()}
+    mean = lean.evaluate(batches)
+    right = lean.evaluate(torch.utils.data.DataLoader(batches, batch_size=None),
+                          lambda model, batch: float((model(batch[0]).argmax(1) == batch[1]).sum()))  # fmt: skip
+    lean.model.eval()
+    with torch.no_grad():
+        answers = [lean.model(images) for images, _ in batches]
+    labels = [labels for _, labels in batches]
+    assert mean == pytest.approx(float(F.cross_entropy(torch.cat(answers), torch.cat(labels))), rel=0.01)
+    assert right == pytest.approx(float((torch.cat(answers).argmax(1) == torch.cat(labels)).float().mean()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in lean.model.state_dict().items())

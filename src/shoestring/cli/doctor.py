@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from .. import __version__
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from .options import command, print_json
 
 CPU_FEATURES = ("avx2", "fma3", "f16c", "avx512_f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16")
@@ -93,7 +93,7 @@ def _extras() -> dict[str, dict[str, Any]]:
         if found := re.match(r"([\w.-]+).*extra == ['\"](\w+)['\"]", line):
             wanted.setdefault(found[2], []).append(found[1])
     return {
-        extra: {"installed": all(map(_installed, names)), "install": f"pip install 'shoestring[{extra}]'"}
+        extra: {"installed": all(map(_installed, names)), "install": how_to_install(extra)}
         for extra, names in wanted.items()
         if extra not in NOT_FOR_USERS
     }

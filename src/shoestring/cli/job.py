@@ -48,7 +48,8 @@ def _classification(args: argparse.Namespace) -> "Job":
     shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
     task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
     loss = CrossEntropy(args.label_smoothing or 0.0)
-    return _tuned(image_job(task, images, args.seed, loss, schedule="mostafa-wang"), args)
+    job = image_job(task, images, args.seed, loss, schedule="mostafa-wang")
+    return _tuned(replace(job, options=shape | {"batch": 1}), args)
 
 
 def _translation(args: argparse.Namespace) -> "Job":
@@ -59,11 +60,12 @@ def _translation(args: argparse.Namespace) -> "Job":
 
     _refuse(args, "batch", "is for images: use --tokens")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
-    pairs = open_pairs(args.data)
+    pairs = open_pairs(args.data, known=getattr(args, "known", None))  # of the run, if there is one already
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
     task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
-    return _tuned(pair_job(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss"), args)
+    job = pair_job(task, pairs, tokens, args.seed, Settings.most_positions, args.quality or "loss")
+    return _tuned(replace(job, options=sizes | {"tokens": 100}), args)
 
 
 def _tuned(job: Any, args: argparse.Namespace) -> "Job":

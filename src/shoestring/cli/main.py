@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import ShoestringError
-from . import bench, doctor, fidelity, plan, profile, report, study, train
+from . import bench, doctor, evaluate, export, fidelity, models, plan, profile, report, study, train, translate
 from .options import Parser, WrongUsage, refuse_unknown
 
-COMMANDS = (profile, plan, train, bench, fidelity, study, report, doctor)
+COMMANDS = (profile, plan, train, evaluate, translate, export, bench, fidelity, study, report, models, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 HELP = "a built-in model such as wrn-28-2, or file.py:function or package.module:function that returns a Task"
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """MODEL and its size, for every command that takes them."""
-    parser.add_argument("model", metavar="MODEL", help=HELP)
+    parser.add_argument("model", metavar="MODEL", help=HELP, nargs="?" if optional else None)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help="examples in a batch")
     size.add_argument("--tokens", type=whole_number(1, 10**9), metavar="N", help="tokens in a batch")

@@ -2,15 +2,29 @@
 
 import argparse
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..units import parse_bytes, share_of
 from .model import add_model, load_task, users_code
-from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
+from .options import (
+    WrongUsage,
+    add_techniques,
+    command,
+    given,
+    output_file,
+    print_json,
+    techniques_of,
+    whole_number,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
+BUDGET = "memory for a step's tensors and Python objects, as in 7MB, 1.5GB, or 50%% of plain training's"
 EXAMPLES = (
+    "wrn-28-2 --batch 100",
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",
     "wrn-28-2 --data cifar-10-batches-bin --batch 100 --budget 7MB --output plan.json",
     "resnet18 --batch 100 --budget 200MB --activations adaptive",
@@ -21,7 +35,8 @@ def add(subparsers: Any) -> None:
     parser = command(subparsers, "plan", run, "pick the cheapest techniques that fit a budget", EXAMPLES)
     add_model(parser)
     parser.add_argument("--data", metavar="DIR", help="plan for the batches that `train --data DIR` reads")
-    parser.add_argument("--budget", required=True, metavar="SIZE", help="such as 7MB or 1.5GB")
+    add_budget(parser, "; without it, the trade-offs and the least budget that works")
+    add_counting(parser)
     add_risk(parser)
     add_techniques(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
@@ -32,16 +47,65 @@ def add(subparsers: Any) -> None:
     )
 
 
+def add_budget(parser: argparse.ArgumentParser, more: str = "") -> None:
+    parser.add_argument("--budget", type=budget, metavar="SIZE", help=f"{BUDGET}{more}")
+
+
+def add_counting(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--counting", choices=("tensors", "process"), default="tensors",
+        help="what the budget is for: tensors and Python objects (default), or the whole process, Python and torch "
+        "included, whose base is measured once",
+    )  # fmt: skip
+
+
+@cache
+def _told(words: str) -> None:
+    """Says something once."""
+    print(f"shoestring: {words}", file=sys.stderr)
+
+
+def for_tensors(args: argparse.Namespace) -> str | int | None:
+    """The budget for tensors and objects: of one for the whole process, what is left without its base."""
+    if getattr(args, "counting", "tensors") == "tensors" or args.budget is None:
+        return args.budget
+    if share_of(args.budget) is not None:
+        raise WrongUsage("--counting process takes a size, such as 500MB: a share is one of the tensors' memory")
+    from ..errors import NoPlanFits
+    from ..measuring.base import process_base_bytes
+    from ..units import format_bytes
+
+    whole, base = parse_bytes(args.budget), process_base_bytes()
+    if whole <= base:
+        raise NoPlanFits(
+            f"a process needs {format_bytes(base, 3)} for Python and torch alone, and the budget is "
+            f"{format_bytes(whole)}: give more, or count tensors (--counting tensors)"
+        )
+    _told(
+        f"of {format_bytes(whole)} for the process, {format_bytes(base, 3)} are for Python and torch (measured), and "
+        f"{format_bytes(whole - base)} for tensors and objects"
+    )
+    return whole - base
+
+
+def budget(text: str) -> str:
+    """An argument type: a size, or a share of what plain training needs; nonsense is refused before any work."""
+    if share_of(text) is None and parse_bytes(text) < 1000 and text.strip().isdigit():
+        raise WrongUsage(f"a budget of {text} is {parse_bytes(text)} bytes: write the unit, as in {text}MB")
+    return text
+
+
 def add_risk(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--risk", choices=("exact", "neutral", "approximate"), default="neutral", help="what may change the result"
-    )
+        "--risk", choices=("exact", "neutral", "approximate"), default="neutral",
+        help="exact: the same gradients; neutral: other rounding, no loss known; approximate: quality is traded for "
+        "memory (default: neutral)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..units import parse_bytes
-
-    parse_bytes(args.budget)  # refuses nonsense before any work
+    if args.budget is None and techniques_of(args):
+        raise WrongUsage("techniques are held to a budget: give --budget, or see `shoestring profile`")
     with users_code(args.model):
         result = _on_data(args) if args.data else make_plan(_task(args), args, args.rehearse)
     if args.output:
@@ -96,7 +160,7 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
     with steps("planning") as tell:
         return plan(
             task,
-            args.budget,
+            for_tensors(args),
             args.risk,
             rates=device_rates(),
             workspace=known,

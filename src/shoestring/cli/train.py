@@ -4,23 +4,33 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import OverBudget, ShoestringError
-from ..techniques.words import in_words
 from ..training.schedules import SCHEDULES, schedule
-from ..units import format_bytes, parse_bytes
-from .model import add_model, users_code
-from .options import add_techniques, command, given, number, print_json, techniques_of, whole_number, write_text
-from .plan import add_risk
+from ..units import format_bytes, parse_bytes, share_of
+from .model import add_model, is_builtin, users_code
+from .options import (
+    WrongUsage,
+    add_techniques,
+    command,
+    given,
+    number,
+    print_json,
+    techniques_of,
+    whole_number,
+    write_text,
+)
+from .plan import add_budget, add_counting, add_risk, for_tensors
+from .recorded import kept, recall
 
 if TYPE_CHECKING:
     from ..distributed import World
     from ..planning.plan import Plan
     from ..runs.folder import RunFolder
-    from ..runs.record import RunRecord
     from ..task import Task
     from ..training.apply import LeanTask
     from ..training.job import Job, Session
@@ -28,18 +38,19 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 7MB",
     "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small",
-    "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small --resume",
+    "--resume --run runs/small",
 )
 
 
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "train", run, "train inside a budget, and save as it goes", EXAMPLES)
-    add_model(parser)
+    add_model(parser, optional=True)
     parser.add_argument("--data", metavar="DIR", help="images or sentence pairs; without it, the embedded ones")
-    length = parser.add_mutually_exclusive_group(required=True)
+    length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=whole_number(1, 10**6), metavar="N", help="times through the data")
     length.add_argument("--updates", type=whole_number(1, 10**9), metavar="N", help="batches in all")
-    parser.add_argument("--budget", type=parse_bytes, metavar="SIZE", help="memory to stay within, as in 7MB")
+    add_budget(parser)
+    add_counting(parser)
     add_risk(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
     parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
@@ -52,9 +63,8 @@ def add(subparsers: Any) -> None:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="its folder (default: runs/MODEL)")
-    group.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    group.add_argument("--resume", action="store_true", help="go on with the run in that folder, as it was started")
     group.add_argument("--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates")
-    group.add_argument("--evaluate", choices=("best", "last", "averaged"), help="its weights, and train no more")
     group.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard, in the folder")
 
 
@@ -75,27 +85,44 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..distributed import agreed, joined, leaving_word
+    from ..measuring.process import rss_bytes
+    from ..planning.options import risk_of
     from .job import load_job, shared_out
 
-    if args.threads:
-        torch.set_num_threads(args.threads)
     world = joined()
-    with leaving_word(world), users_code(args.model):
+    with leaving_word(world), users_code(args.model or ""):
         folder = _folder(args, world)
+        if args.resume:
+            recall(args, folder)
+        elif args.model is None or (args.epochs is None and args.updates is None):
+            raise WrongUsage("name a MODEL and how long to train it, by --epochs or --updates; or --resume a run")
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        base = rss_bytes()  # Python and torch, before there is a model
         job = agreed(world, lambda: shared_out(load_job(args), world.size))
-        plan = planned_by_first(world, lambda: _plan(args, job, folder))
-        steps = {} if args.evaluate or world.rank else _plain_step(job.task, plan)  # before its model is changed
-        session = agreed(world, lambda: job.build(plan))
-        if args.evaluate:
-            answer, lines = _evaluate(args.evaluate, session, folder)
-        else:
-            settings = job.settings | given(args, "label_smoothing")
-            del job  # and its batch, which only predictions need
-            lean = _predicted(session.lean, args.budget, steps, world)
-            answer, lines = _train(args, session._replace(lean=lean), settings, folder, steps, world)
+        plan = planned_by_first(world, partial(_plan, args, job, folder))
+        steps = {} if world.rank else _plain_step(job.task, plan)  # before its model is changed
+        beside = Beside(kept(args, job), getattr(job, "pairs", None), steps, risk_of(job.task, plan), base)
+        session = agreed(world, partial(job.build, plan))
+        settings = job.settings | given(args, "label_smoothing")
+        del job  # and its batch, which only predictions need
+        limit = plan.budget_bytes if share_of(args.budget) else args.budget and parse_bytes(for_tensors(args) or 0)
+        lean = _predicted(session.lean, limit, steps, world)
+        answer, lines = _train(args, session._replace(lean=lean), settings, folder, beside, world)
     if world.rank == 0:
         print_json(answer) if args.json else print("\n".join(lines))
     return 0
+
+
+class Beside(NamedTuple):
+    """What is kept and told beside the training: the command, sentence pairs if the data are some, the steps of the
+    page, the plan's risk, and the resident bytes before there was a model."""
+
+    command: dict[str, Any]
+    pairs: Any
+    steps: dict[str, Any]
+    risk: str
+    base_bytes: int
 
 
 def _folder(args: argparse.Namespace, world: "World") -> "RunFolder":
@@ -104,9 +131,9 @@ def _folder(args: argparse.Namespace, world: "World") -> "RunFolder":
     from ..distributed import by_first
     from ..runs.folder import RunFolder
 
-    if args.evaluate and world.size > 1:
-        raise ShoestringError(f"--evaluate takes one process, not {world.size}: start it without torchrun")
-    path = args.folder or Path("runs") / Path(args.model.split(":")[0]).name
+    if args.model is None and args.folder is None:
+        raise WrongUsage("name a MODEL to train, or the folder of a run to go on with, by --resume --run DIR")
+    path = args.folder or Path("runs") / _folder_name(args.model)
     folder = RunFolder(path, warn=_say if world.rank == 0 else lambda words: None)
     args.resume = bool(by_first(world, lambda: _checked(folder, args)))
     return folder
@@ -118,9 +145,9 @@ def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
 
     exists = folder.record_path.exists()
     resume = args.resume or (exists and is_restarted())
-    if (resume or args.evaluate) and not exists:
+    if resume and not exists:
         raise ShoestringError(f"{folder.path} holds no run: name the folder of one with --run")
-    if not (resume or args.evaluate) and exists:
+    if not resume and exists:
         raise ShoestringError(
             f"{folder.path} holds a run already: go on with it by --resume, or name another folder with --run"
         )
@@ -133,6 +160,12 @@ def planned_by_first(world: "World", make: Callable[[], "Plan"]) -> "Plan":
     from ..planning.plan import Plan
 
     return make() if world.size == 1 else Plan.from_json(by_first(world, lambda: make().to_json()))
+
+
+def _folder_name(model: str) -> str:
+    """MODEL -> the name of its run: mine.py:task is mine-task."""
+    place, _, function = model.rpartition(":")
+    return f"{Path(place).stem}-{function}" if place else Path(model).name
 
 
 def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
@@ -149,6 +182,10 @@ def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
         return read_plan(args.plan, job.task)
     if args.resume and folder.plan_path.exists() and not techniques:
         return read_plan(folder.plan_path, job.task)
+    if techniques and share_of(args.budget) is not None and not is_open(techniques):
+        raise ShoestringError(
+            f"a budget of {args.budget} is planned for: leave --{min(techniques)} out, or name a size"
+        )
     if args.budget and (not techniques or is_open(techniques)):
         return job.plan_in_tokens(make_plan(job.task, args, rehearse=True))
     return Plan(**techniques)
@@ -230,23 +267,33 @@ def _train(
     session: "Session",
     settings: dict[str, Any],
     folder: "RunFolder",
-    steps: dict[str, Any],
+    beside: Beside,
     world: "World",
 ) -> Answer:
     from ..measuring import measure_allocator
+    from ..measuring.process import peak_rss_bytes
     from ..reporting.run_progress import run_progress
+    from ..reporting.run_words import plan_words, row, summary
     from ..reporting.tensorboard import tensorboard
+    from ..runs.record import read_record
     from ..training.loop import train
     from ..training.recipe import Recipe
 
+    before = read_record(folder.record_path) if args.resume else None
     length = given(args, "epochs", "updates")
     updates = Recipe(**length).length(len(session.data))
-    resume = _command(args, folder.path, world.size, resume=True)
-    evaluate = _command(args, folder.path, evaluate="best")
+    own = () if is_builtin(args.model) else (args.model,)  # code is not run because a folder names it
+    # "--", or torchrun takes --run for one of its own
+    start = ["torchrun", "--nproc-per-node", str(world.size), "-m", "--"] if world.size > 1 else []
+    resume = shlex.join([*start, "shoestring", "train", *own, "--resume", "--run", str(folder.path)])
+    evaluate = shlex.join(["shoestring", "evaluate", str(folder.path), *own])
+    export = shlex.join(["shoestring", "export", str(folder.path), "-o", "model.safetensors"])
+    plan_row = row("plan", plan_words(session.lean.plan, beside.risk))
     with ExitStack() as stack:
         listeners: list[Any] = []
         if world.rank == 0:
-            _keep_steps(folder, steps)
+            _keep(folder, beside)
+            print(plan_row, *_where(args, settings, world), sep="\n", file=sys.stderr)
             listeners.append(stack.enter_context(run_progress(sys.stderr, session.lean.plan.budget_bytes)))
             if args.tensorboard:
                 listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
@@ -260,6 +307,7 @@ def _train(
             meter=measure_allocator,
             replan=args.replan,
             how_to_resume=resume,
+            command=beside.command,
             schedule=schedule(args.schedule or session.schedule, updates),
             evaluation=session.evaluation,
             seed=args.seed,
@@ -268,58 +316,43 @@ def _train(
             **length,
         )
     page = _write_page(folder) if world.rank == 0 else None
-    answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate}
-    answer["page"] = str(page) if page else None
-    lines = [*_summary(record), f"{'saved':<10}{folder.path}", f"{'evaluate':<10}{evaluate}"]
-    return answer, lines + ([f"{'page':<10}{page}"] if page else [])
+    resident = {"peak_bytes": peak_rss_bytes(), "base_bytes": beside.base_bytes}
+    answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate, "export": export}
+    answer |= {"page": str(page) if page else None, "resident": resident}
+    later = {"saved": str(folder.path), "evaluate": evaluate, "export": export, "process": _resident(**resident)}
+    already = before is not None and before.finished and before.updates == record.updates
+    first, *rest = summary(record, already)
+    later |= {"page": str(page)} if page else {}
+    return answer, [first, plan_row, *rest, *(row(name, words) for name, words in later.items())]
 
 
-def _evaluate(which: str, session: "Session", folder: "RunFolder") -> Answer:
-    """The quality of a run's saved weights."""
-    from ..runs.averaging import averaged
-    from ..runs.record import read_record
-    from ..runs.save import restore_task
+def _keep(folder: "RunFolder", beside: Beside) -> None:
+    """What later commands and the page need, before the first update."""
+    from ..data import keep_languages
 
-    record, newest = read_record(folder.record_path), folder.saves.newest()
-    if newest is None:
-        raise ShoestringError(f"{folder.path} holds no save yet: train with --resume first")
-    if which == "averaged" and not folder.averaged_path.exists():
-        raise ShoestringError(f"{folder.path} holds no averaged weights: train with --average N")
-    best = record.best_update if which == "best" else None
-    save = newest if best is None else folder.saves.check(best)
-    restore_task(session.lean.task, save)
-    model, name = session.lean.model, session.evaluation.name
-    with averaged(model, folder.averaged_path, save) if which == "averaged" else nullcontext(model) as chosen:
-        quality = session.evaluation(chosen)
-    answer = {"run": str(folder.path), "weights": which, "update": save.update, name: quality}
-    return answer, [f"{name} {quality:.4g} with the {which} weights, of update {save.update:,}"]
+    _keep_steps(folder, beside.steps)
+    if beside.pairs is not None:
+        keep_languages(folder.languages_path, beside.pairs.known)
 
 
-def _command(args: argparse.Namespace, folder: Path, processes: int = 1, **changes: Any) -> str:
-    """This command with changes, for the same run."""
-    # "--", or torchrun takes --run for one of its own
-    start = ["torchrun", "--nproc-per-node", str(processes), "-m", "--"] if processes > 1 else []
-    words = [*start, "shoestring", "train", args.model]
-    values = vars(args) | {"folder": folder, "resume": False, "evaluate": None, "json": False} | changes
-    for action in args.parser._actions:
-        value = values.get(action.dest)
-        if action.option_strings and value not in (None, False, action.default):
-            words += [action.option_strings[-1]] if value is True else [action.option_strings[-1], in_words(value)]
-    return shlex.join(words)
+def _where(args: argparse.Namespace, settings: dict[str, Any], world: "World") -> list[str]:
+    """The data, the device and the threads, in words."""
+    import torch
+
+    from ..reporting.run_words import row
+
+    count = torch.get_num_threads()
+    processes = f"{world.size} processes of " if world.size > 1 else ""
+    threads = f"CPU, {processes}{count} thread{'s' if count > 1 else ''}"
+    return [row("data", f"{settings['data']}; {args.data or 'embedded'}"), row("device", threads)]
 
 
-def _summary(record: "RunRecord") -> list[str]:
-    lines = [f"{record.task}: {record.updates:,} updates in {record.seconds:,.1f} s"]
-    if record.quality is not None and record.best_quality is not None:
-        best = f"best {record.best_quality:.4g} after update {record.best_update:,}"
-        averaged = record.averaged_quality
-        more = f", averaged {averaged:.4g}" if averaged is not None else ""
-        lines.append(f"{record.quality_name:<10}{record.quality:.4g} at the end, {best}{more}")
-    if record.measured_peak_bytes is not None and record.predicted_peak_bytes is not None:
-        predicted, measured = format_bytes(record.predicted_peak_bytes), format_bytes(record.measured_peak_bytes)
-        within = f", within the budget of {format_bytes(record.budget_bytes)}" if record.budget_bytes else ""
-        lines.append(f"{'memory':<10}predicted {predicted}, measured {measured}{within}")
-    return lines
+def _resident(peak_bytes: int, base_bytes: int) -> str:
+    """What the machine sees, which no budget counts: Python, torch and its libraries are in it."""
+    return (
+        f"{format_bytes(peak_bytes, 3)} resident at the peak, {format_bytes(base_bytes, 3)} of it Python and torch "
+        "before there was a model (not in the budget)"
+    )
 
 
 def _say(message: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from .draws import mix
 from .files import Rows, need_file
 
@@ -107,7 +107,7 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
         from PIL import Image
     except ImportError:
         raise ShoestringError(
-            "image folders need Pillow, which is not installed: pip install 'shoestring[images]'"
+            f"image folders need Pillow, which is not installed: {how_to_install('images')}"
         ) from None
     try:
         with Image.open(need_file(path), formats=_FORMATS) as image:

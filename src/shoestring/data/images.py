@@ -1,5 +1,6 @@
 """`open_images(folder)`: an image data set in any of the usual layouts, streamed from its files."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class ImageBatches:
                 f"batches of {self.size} cannot be made from {len(self.split)} images: use another size"
             )
 
+    def fingerprint(self) -> str:
+        """What the images are, as far as a sample of them shows it: a resumed run compares it."""
+        return sampled_digest(self.split)
+
     def __len__(self) -> int:
         whole, rest = divmod(len(self.split), self.size)
         return whole + (self.seed is None and rest > 0)
@@ -64,6 +69,18 @@ class ImageBatches:
         indices = shuffled(indices, len(self.split), self.seed, epoch)
         keys = mix(self.seed, epoch, indices)
         return *self.split.read(indices, keys), self.augment.draw(keys)
+
+
+SAMPLED = 64  # images by which a data set is recognised
+
+
+def sampled_digest(split: Split) -> str:
+    """A split -> a digest of its length and of some of its images and labels, evenly spaced."""
+    digest = hashlib.sha256(str(len(split)).encode())
+    for index in np.unique(np.linspace(0, len(split) - 1, SAMPLED).astype(np.int64)):
+        images, labels = split.read(np.array([index]))
+        digest.update(images.numpy().tobytes() + labels.numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def open_images(folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None) -> Images:

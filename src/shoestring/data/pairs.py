@@ -10,7 +10,7 @@ from ..cache import made_cache_folder
 from ..errors import ShoestringError
 from .files import Rows, need_file
 from .language import sentence_pairs
-from .vocabulary import PARTS, PIECES, WORDS, Split, Vocabulary, byte_pairs, encode
+from .vocabulary import PARTS, PIECES, WORDS, Languages, Split, Vocabulary, byte_pairs, encode
 
 SPLITS = ("train", "valid", "test")
 EMBEDDED_COUNTS = (8000, 500, 500)
@@ -31,14 +31,24 @@ class PairSplit:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Three splits, and the vocabulary of each language."""
+    """Three splits, and their languages."""
 
     train: PairSplit
     valid: PairSplit
     test: PairSplit
-    source: Vocabulary
-    target: Vocabulary
-    languages: tuple[str, str]
+    known: Languages
+
+    @property
+    def source(self) -> Vocabulary:
+        return self.known.source
+
+    @property
+    def target(self) -> Vocabulary:
+        return self.known.target
+
+    @property
+    def languages(self) -> tuple[str, str]:
+        return self.known.names
 
 
 @dataclass(frozen=True)
@@ -73,23 +83,27 @@ def open_pairs(
     languages: tuple[str, str] | None = None,
     vocabulary: int | None = 10_000,
     cache: Path | None = None,
+    known: Languages | None = None,
 ) -> Pairs:
     """A folder with train, valid and test in two languages (train.de, train.en) -> its pairs; None: embedded.
 
     `languages` are source and target; by default they are taken from a folder name such as iwslt14.de-en, else in
     alphabetical order. Text that is already split into subwords ("ho@@ use") is used as it is; other text is split by
     a joint byte-pair encoding of `vocabulary` pieces, which is cached in `cache`, or into words if that is None.
+    With `known` languages, those of a run, their pieces and ids are used.
     """
     if folder is None:
         return _embedded()
     where = Path(folder)
     if not where.is_dir():
         raise ShoestringError(f"the data folder {where} does not exist: check the path")
-    languages = languages or _languages(where)
+    languages = languages or (known.names if known else _languages(where))
     lines = {(name, language): Lines(where / f"{name}.{language}") for name in SPLITS for language in languages}
     for name in SPLITS:
         _check_counts(*(lines[name, language] for language in languages))
     source, target = (lines["train", language] for language in languages)
+    if known is not None:
+        return _encoded({**lines}, _pieces({**lines}, known.split), known)
     return _pairs({**lines}, languages, *_splitter(source, target, vocabulary, cache))
 
 
@@ -134,14 +148,31 @@ def _embedded() -> Pairs:
 
 
 def _pairs(texts: Texts, languages: tuple[str, str], split: Split, mark: str) -> Pairs:
-    pieces = {place: Rows.of_texts(" ".join(split(line)) for line in lines) for place, lines in texts.items()}
+    pieces = _pieces(texts, split)
     source, target = (Vocabulary.of(pieces["train", language], mark) for language in languages)
+    return _encoded(texts, pieces, Languages(source, target, languages, split))
+
+
+Pieces = dict[tuple[str, str], Rows]  # the pieces of each line, with spaces between them
+
+
+def _pieces(texts: Texts, split: Split) -> Pieces:
+    return {place: in_pieces(lines, split) for place, lines in texts.items()}
+
+
+def in_pieces(lines: Iterable[str], split: Split) -> Rows:
+    """Lines of text -> rows of their pieces, with spaces between them."""
+    return Rows.of_texts(" ".join(split(line)) for line in lines)
+
+
+def _encoded(texts: Texts, pieces: Pieces, known: Languages) -> Pairs:
+    """Texts, their pieces and their languages -> the pairs as ids."""
 
     def encoded(name: str) -> PairSplit:
-        sources, targets = (pieces[name, language] for language in languages)
-        references = texts[name, languages[1]]
-        whole = (line.replace("@@ ", "") if mark == PARTS else line for line in references)
-        return PairSplit(name, encode(sources, source), encode(targets, target), Rows.of_texts(whole))
+        sources, targets = (pieces[name, language] for language in known.names)
+        references = texts[name, known.names[1]]
+        whole = (line.replace("@@ ", "") if known.target.mark == PARTS else line for line in references)
+        return PairSplit(name, encode(sources, known.source), encode(targets, known.target), Rows.of_texts(whole))
 
     train, valid, test = (encoded(name) for name in SPLITS)
-    return Pairs(train, valid, test, source, target, languages)
+    return Pairs(train, valid, test, known)

@@ -1,5 +1,6 @@
 """Batches of sentence pairs by tokens: sentences of similar length together, none split, in a seeded order."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -34,6 +35,13 @@ class TokenBatches:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def fingerprint(self) -> str:
+        """What the sentences are, all of them: a resumed run compares it."""
+        digest = hashlib.sha256()
+        for side in (self.pairs.source, self.pairs.target):
+            digest.update(side.ends.tobytes() + side.data.tobytes())
+        return digest.hexdigest()[:16]
 
     def rows(self, epoch: int, number: int) -> np.ndarray:
         """The pairs of a batch, from short to long."""

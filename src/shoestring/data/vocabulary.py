@@ -4,12 +4,14 @@ import hashlib
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..tokens import EOS, SPECIAL_IDS, UNKNOWN
 from .files import Rows, read_checked, write_checked
 
@@ -76,15 +78,43 @@ def encode(lines: Rows, vocabulary: Vocabulary) -> Rows:
     )
 
 
-def byte_pairs(texts: tuple[Path, ...], size: int, cache: Path) -> Split:
-    """Text files -> how their joint byte-pair encoding of `size` pieces splits a line; it is cached."""
+class Languages(NamedTuple):
+    """Two languages of a translation: their vocabularies and names, and how their lines are split into pieces."""
+
+    source: Vocabulary
+    target: Vocabulary
+    names: tuple[str, str]
+    split: Split
+
+
+@dataclass(frozen=True)
+class BytePairs:
+    """How a byte-pair encoding splits a line; `model` is sentencepiece's, as bytes."""
+
+    model: bytes = field(repr=False)
+
+    def __call__(self, line: str) -> list[str]:
+        return self._processor.encode(line, out_type=str)
+
+    @cached_property
+    def _processor(self) -> Any:
+        return _sentencepiece().SentencePieceProcessor(model_proto=self.model)
+
+
+def _sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError:
         raise ShoestringError(
-            "byte-pair encoding needs sentencepiece, which is not installed: pip install 'shoestring[nlp]', "
-            "or use whole words (vocabulary=None)"
+            f"byte-pair encoding needs sentencepiece, which is not installed: {how_to_install('nlp')}, "
+            "or split the text into subwords yourself (ho@@ use)"
         ) from None
+    return sentencepiece
+
+
+def byte_pairs(texts: tuple[Path, ...], size: int, cache: Path) -> BytePairs:
+    """Text files -> how their joint byte-pair encoding of `size` pieces splits a line; it is cached."""
+    _sentencepiece()
     digest = hashlib.sha256(f"bpe {size}".encode())
     for path in texts:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -93,8 +123,7 @@ def byte_pairs(texts: tuple[Path, ...], size: int, cache: Path) -> Split:
     if model is None:
         model = _learn(texts, size)
         write_checked(cached, model)
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    return lambda line: processor.encode(line, out_type=str)
+    return BytePairs(model)
 
 
 def _learn(texts: tuple[Path, ...], size: int) -> bytes:

@@ -1,5 +1,6 @@
 """The built-in tasks: a name and a batch size -> model, loss, random batch and optimizer, as in the paper."""
 
+import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -21,6 +22,15 @@ MAKERS: dict[str, Callable[..., Task]] = {
     "convnext-tiny": convnext_tiny,
 }
 NAMES = ("wrn-DEPTH-WIDTH (such as wrn-28-2)", *MAKERS)
+# For lists: a name, what it is, and what its batches are counted in.
+CATALOGUE = {
+    "wrn-28-2": ("the paper's WideResNet, on 32 x 32 images", "batch"),
+    "wrn-16-4": ("a wider, shallower WideResNet", "batch"),
+    "resnet18": ("ResNet-18 with a stem for 32 x 32 images", "batch"),
+    "resnet18-imagenet": ("ResNet-18 on 224 x 224 images", "batch"),
+    "vit-tiny": ("a vision transformer, 12 layers of width 192, 4 x 4 patches", "batch"),
+    "dynamicconv-iwslt": ("the paper's DynamicConv Transformer, for translation", "tokens"),
+}
 
 
 def builtin(
@@ -53,8 +63,28 @@ def find(name: str) -> Callable[..., Task]:
     if wide := re.fullmatch(r"wrn-(\d{1,9})-(\d{1,9}(?:\.\d{1,9})?)", name):
         return wide_resnet(depth=int(wide[1]), width=float(wide[2]))
     if name not in MAKERS:
-        raise ShoestringError(f"there is no built-in model {name!r}: use one of {', '.join(NAMES)}")
+        near = _nearest(name)
+        raise ShoestringError(
+            f"there is no built-in model {name!r}: {f'did you mean {near}? There are' if near else 'use one of'} "
+            f"{', '.join(NAMES)}; for a model of your own write file.py:function"
+        )
     return MAKERS[name]
+
+
+def is_known(name: str) -> bool:
+    """Whether a built-in model has this name."""
+    try:
+        find(name)
+    except ShoestringError:
+        return False
+    return True
+
+
+def _nearest(name: str) -> str:
+    """The built-in name that was probably meant; "" if none is near. Case and hyphens do not count."""
+    plain = {re.sub(r"[\W_]", "", known): known for known in CATALOGUE}
+    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name.lower()), plain, n=1, cutoff=0.75)
+    return plain[close[0]] if close else ""
 
 
 def check_options(name: str, make: Callable[..., Task], options: dict[str, Any]) -> None:

@@ -1,21 +1,22 @@
 """Explains a search: the reasons for a plan, its alternatives, what was left out, and why nothing fits."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NoPlanFits
 from ..profiling import Profile
 from ..techniques.registry import REGISTRY
-from ..techniques.technique import Risk
+from ..techniques.technique import MEANING, Risk
+from ..techniques.words import in_words
 from ..units import format_bytes
-from .options import LeftOut, Option, Settings, words_for
+from .options import PLAIN, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .traces import object_bytes
 
 if TYPE_CHECKING:
     from .search import Search
 
-ALTERNATIVES = 3  # estimated plans, shown beside the traced ones
+ALTERNATIVES = 3  # estimated plans of a risk, shown beside the traced ones
 
 
 def plan_of(search: "Search", option: Option) -> Plan:
@@ -29,26 +30,61 @@ def plan_of(search: "Search", option: Option) -> Plan:
         predicted_peak_bytes=traced.peak_bytes,
         predicted_bytes=traced.bytes_by_category,
         predicted_time_ratio=search.time_ratio(option),
+        object_bytes=object_bytes(traced),
         reasons=tuple(_reasons(search, option, plain)),
-        alternatives=tuple(alternatives(search, option)),
+        alternatives=tuple(alternatives(search, option, (option.risk,))),
         left_out=tuple(grouped(search.left_out)),
     )
 
 
+def tradeoffs_of(search: "Search", allowed: Risk) -> Plan:
+    """A search without a budget -> the fastest plan of the lowest risk, the trade-offs up to the risk that is allowed,
+    and the least budget that works."""
+    smallest = search.candidates.option(search.smallest(allowed))
+    fastest = search.best(Risk.EXACT) or PLAIN
+    least = needed(search.traces.settled(smallest.settings))
+    plan = plan_of(search, fastest)
+    words = f"the least budget that works at risk {allowed.name.lower()} is {budget_words(least)} ({smallest})"
+    levels = tuple(level for level in Risk if level <= allowed)
+    return plan.with_(
+        budget_bytes=None,
+        least_budget_bytes=least,
+        reasons=(*(reason for reason in plan.reasons if "budget is" not in reason), words),
+        alternatives=tuple(alternatives(search, fastest, levels)),
+    )
+
+
+def needed(traced: Profile | None) -> int:
+    """Bytes that a traced step needs, with the Python objects around its tensors."""
+    assert traced is not None
+    return traced.peak_bytes + object_bytes(traced)
+
+
+def budget_words(size: int) -> str:
+    """Bytes -> the budget of three digits that they fit into, as the command line takes it."""
+    unit = 10 ** max(0, len(str(size)) - 3)
+    return format_bytes(-(-size // unit) * unit, 3).replace(" ", "")
+
+
 def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
-    yield f"plain training needs {format_bytes(plain.peak_bytes)}, the budget is {format_bytes(search.budget)}"
+    yield f"plain training needs {format_bytes(needed(plain))}, the budget is {format_bytes(search.budget)}"
     if option.risk > Risk.EXACT:
-        yield f"no plan of lower risk fits: this one is {option.risk.name.lower()}"
+        lower = " or ".join(level.name.lower() for level in Risk if level < option.risk)
+        yield f"no {lower} plan fits: this one is {option.risk.name.lower()} ({MEANING[option.risk]})"
+    elif option.settings and search.has_room(plain):
+        yield "plain training fits too, and is predicted to be slower"
     for name, value in option.settings:
         less = option.without(name)
         if traced := search.traces.profiles.get(less.settings):
-            objects = f" and {format_bytes(object_bytes(traced), 2)} of Python's objects"
-            near = traced.peak_bytes <= search.budget < traced.peak_bytes + object_bytes(traced)
-            yield f"{name} {value}: without it {format_bytes(traced.peak_bytes)}{objects if near else ''}"
+            over = f" > {format_bytes(search.budget)}" if not search.has_room(traced) else ""
+            objects = (
+                f"{format_bytes(traced.peak_bytes)} of tensors + {format_bytes(object_bytes(traced), 2)} of objects"
+            )
+            yield f"{name} {in_words(value)}: without it {objects} = {format_bytes(needed(traced))}{over}"
         elif not search.traces.known_base(less.settings) and (least := search.lower_bound(less)) > search.budget:
-            yield f"{name} {value}: without it at least {format_bytes(least, 2)}"
+            yield f"{name} {in_words(value)}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
-            yield f"{name} {value}: without it about {format_bytes(search.estimate(less)[0], 2)}"
+            yield f"{name} {in_words(value)}: without it about {format_bytes(search.estimate(less)[0], 2)}"
     yield from _warnings(search, option.settings)
     if option.settings and search.not_rehearsed and search.wants_rehearsal:
         yield f"not rehearsed: {search.not_rehearsed}"
@@ -60,43 +96,83 @@ def _warnings(search: "Search", settings: Settings) -> list[str]:
 
 
 # -- what else there is -------------------------------------------------------------------------------------------
-def alternatives(search: "Search", chosen: Option) -> list[dict[str, Any]]:
-    """The Pareto-optimal options in memory, time and risk, least memory first: of those that were traced, and a few
-    more of the chosen risk, which are marked `estimated`."""
-    rows = [
-        (traced.peak_bytes, search.time_ratio(option), option.risk, False, settings)
-        for settings, traced in search.traces.profiles.items()
-        if traced is not None and (option := search.candidates.option(settings))
-    ]
-    front = _front([*rows, *_estimated(search, chosen.risk)])
-    return [
-        {"settings": dict(settings), "predicted_peak_bytes": peak, "predicted_time_ratio": ratio,
-         "risk": risk.name.lower(), "estimated": estimated}
-        for peak, ratio, risk, estimated, settings in sorted(front, key=lambda row: row[:4])
-    ]  # fmt: skip
+def alternatives(search: "Search", chosen: Option, levels: tuple[Risk, ...]) -> list[dict[str, Any]]:
+    """The Pareto-optimal options in memory, time and risk, least memory first: of those that were traced, with the
+    scratch of their operators, and a few more of these risks, which are marked `estimated`; and the chosen one."""
+    estimated = [row for level in levels for row in _estimated(search, level)]
+    settled: set[Settings] = set()
+    while True:
+        rows = _traced(search)
+        front = _front([*rows, *estimated])
+        new = {row.settings for row in front if not row.estimated} - settled
+        if not new:
+            break
+        for settings in new:
+            search.traces.settled(settings)
+        settled |= new
+    shown = {row.settings: row for row in rows if row.settings == chosen.settings} | {
+        row.settings: row for row in front
+    }
+    return [row.to_json(chosen) for row in sorted(shown.values(), key=lambda row: row[:4])]
 
 
-def _estimated(search: "Search", risk: Risk) -> list[tuple]:
+class Row(NamedTuple):
+    """A plan in the table: what it needs, objects included, its predicted time beside plain training, and its risk."""
+
+    needed: int
+    ratio: float
+    risk: Risk
+    estimated: bool
+    settings: Settings
+    objects: int
+
+    def to_json(self, chosen: Option) -> dict[str, Any]:
+        return {
+            "settings": dict(self.settings),
+            "predicted_peak_bytes": self.needed - self.objects,
+            "object_bytes": self.objects,
+            "predicted_time_ratio": self.ratio,
+            "risk": self.risk.name.lower(),
+            "estimated": self.estimated,
+            "chosen": self.settings == chosen.settings,
+        }
+
+
+def _traced(search: "Search") -> list[Row]:
+    found = []
+    for settings, traced in search.traces.profiles.items():
+        if traced is not None:
+            option = search.candidates.option(settings)
+            ratio, objects = search.time_ratio(option), object_bytes(traced)
+            found.append(Row(traced.peak_bytes + objects, ratio, option.risk, False, settings, objects))
+    return found
+
+
+def _estimated(search: "Search", risk: Risk) -> list[Row]:
     """A few options, spread over the Pareto front of the estimates."""
     known = [option for option in search.candidates.at(risk) if option.settings not in search.traces.profiles
              and search.traces.known_base(option.settings)]  # fmt: skip
-    rows = [(round(search.estimate(option)[0]), search.time_ratio(option), risk, True, option.settings)
-            for option in known]  # fmt: skip
+    rows = []
+    for option in known:
+        objects = search.objects(option)
+        needs = round(search.estimate(option)[0]) + objects
+        rows.append(Row(needs, search.time_ratio(option), risk, True, option.settings, objects))
     front = sorted(_front(rows), key=lambda row: row[:2])
     return front[:: max(1, -(-len(front) // ALTERNATIVES))]
 
 
-def _front(rows: list[tuple]) -> list[tuple]:
+def _front(rows: list[Row]) -> list[Row]:
     """Rows that begin with bytes, time and risk -> the Pareto-optimal ones."""
-    kept: list[tuple] = []
-    for row in sorted(rows, key=lambda row: row[:3]):  # a row that dominates another comes first
+    kept: list[Row] = []
+    for row in sorted(rows, key=lambda row: (*row[:3], len(row.settings))):  # a row that dominates another comes first
         if not any(_dominates(other, row) for other in kept):
             kept.append(row)
     return kept
 
 
-def _dominates(other: tuple, row: tuple) -> bool:
-    return all(a <= b for a, b in zip(other[:3], row[:3], strict=True)) and other[:3] != row[:3]
+def _dominates(other: Row, row: Row) -> bool:
+    """Whether a row that came first is as good in everything; of equals, the one with fewer techniques came first."""
+    return all(a <= b for a, b in zip(other[:3], row[:3], strict=True))
 
 
 # -- what was left out --------------------------------------------------------------------------------------------
@@ -123,12 +199,14 @@ def nothing_fits(search: "Search", allowed: Risk) -> NoPlanFits:
     assert traced is not None
     parts = sorted(traced.bytes_by_category.items(), key=lambda part: -part[1])[:3]
     fills = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts)
-    tensors, objects = format_bytes(traced.peak_bytes), format_bytes(object_bytes(traced))
-    more = _more_risk(search, allowed) or "try a smaller batch or model, or a larger budget"
+    tensors, objects = format_bytes(traced.peak_bytes), format_bytes(object_bytes(traced), 2)
+    more = _more_risk(search, allowed) or "or try a smaller batch or model"
     words = [
-        f"no plan of risk {allowed.name.lower()} fits {format_bytes(search.budget)}: the smallest peak is {tensors} "
-        f"and {objects} of Python's objects ({words_for(settings)}), filled by {fills}",
+        f"no plan of risk {allowed.name.lower()} fits {format_bytes(search.budget)}: the least that works is "
+        f"{budget_words(needed(traced))}, {tensors} of tensors and {objects} of Python's objects "
+        f"({words_for(settings)}), filled by {fills}",
         *_missing(search),
+        f"use --budget {budget_words(needed(traced))}",
         more,
     ]
     return NoPlanFits("; ".join(words))
@@ -152,5 +230,5 @@ def _more_risk(search: "Search", allowed: Risk) -> str:
                 f"{search.time_ratio(option):.2f}x the time{costs}: add --risk {level.name.lower()}"
             )
     if allowed < max(Risk):
-        return "no higher risk would fit either: try a smaller batch or model, or a larger budget"
+        return "no higher risk would fit either: try a smaller batch or model"
     return ""

@@ -1,7 +1,7 @@
 """The combinations of techniques that the planner may try, and the reasons why others are left out."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from ..task import Task
 from ..techniques.registry import REGISTRY
 from ..techniques.technique import Bounds, Risk, Technique
 from ..techniques.words import described
+from .plan import Plan
 
 Settings = tuple[tuple[str, Any], ...]
 
@@ -136,6 +137,13 @@ class Candidates:
     def bounds(self, name: str, value: Any) -> Bounds:
         """What is known about a value before it is traced."""
         return REGISTRY[name].bounds(self.task, value)
+
+
+def risk_of(task: Task, plan: Plan) -> str:
+    """The highest risk among a plan's techniques, for a task on which it is not applied yet."""
+    values = plan.techniques().items()
+    scalars = ((name, next(iter(v.values())) if isinstance(v, Mapping) else v) for name, v in values)
+    return max((REGISTRY[name].risk(task, value) for name, value in scalars), default=Risk.EXACT).name.lower()
 
 
 def told(error: Exception) -> str:

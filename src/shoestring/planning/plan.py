@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import ShoestringError
 from ..techniques import WORDS
+from .shown import plan_html, plan_lines
 
 VERSION = 1
 _Techniques: Any = make_dataclass("_Techniques", [(word.name, Any, None) for word in WORDS], frozen=True)
@@ -24,6 +25,8 @@ class Plan(_Techniques):
     predicted_peak_bytes: int | None = None
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     predicted_time_ratio: float | None = None
+    object_bytes: int | None = None  # of the Python objects around tensors, for which a plan leaves room
+    least_budget_bytes: int | None = None  # the smallest budget that works at the risk allowed, if it was looked for
     reasons: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()
     left_out: tuple[dict[str, Any], ...] = ()  # options that the planner left out, by reason
@@ -36,6 +39,12 @@ class Plan(_Techniques):
     def techniques(self) -> dict[str, Any]:
         """The settings that change something, in the order in which they are applied."""
         return {word.name: value for word in WORDS if word.asks(value := getattr(self, word.name))}
+
+    def __str__(self) -> str:
+        return "\n".join(plan_lines(self))
+
+    def _repr_html_(self) -> str:
+        return plan_html(self)
 
     def with_(self, **changes: Any) -> "Plan":
         return replace(self, **changes)

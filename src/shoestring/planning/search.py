@@ -21,7 +21,7 @@ from ..task import Task
 from ..techniques.plain import check_plain
 from ..techniques.registry import REGISTRY, sized
 from ..techniques.technique import Effect, Risk
-from ..units import format_bytes, parse_bytes
+from ..units import format_bytes, parse_bytes, share_of
 from . import explain
 from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
@@ -29,12 +29,13 @@ from .rehearsal import rehearse, why_not_rehearsed
 from .timing import seconds_of
 from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, object_bytes
 
+UNLIMITED = 2**60
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
 
 
 def plan(
     task: Task,
-    budget: str | int,
+    budget: str | int | None,
     risk: str = "neutral",
     rates: Rates = NOMINAL,
     workspace: Table | None = None,
@@ -51,13 +52,20 @@ def plan(
     operators is not counted. With `rehearse`, one microbatch runs forward and backward under a plan, on a copy of the
     model, before the plan is returned; a plan that fails is left out. `warn` is called for options that were left out
     because of an error that is not a refusal of Shoestring's.
+    A budget may be a share of what plain training needs ("50%"); without one (None), the fastest plan is returned, with
+    the trade-offs that were found and the least budget that works.
     With `techniques`, in a plan's words, these are the plan and nothing is searched; a value that asks for a budget
     (`activations="adaptive"`) is made for this one.
     """
-    limit, allowed = parse_bytes(budget), Risk.named(risk)
+    share, allowed = share_of(budget), Risk.named(risk)
+    limit = UNLIMITED if budget is None or share is not None else parse_bytes(budget)
     check_plain(task)
     search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
     try:
+        if budget is None:
+            return explain.tradeoffs_of(search, allowed)
+        if share is not None:
+            search.budget = round(share * explain.needed(search.traces.plain()))
         if techniques:
             return search.finish(search.named(techniques))
         for level in Risk:
@@ -97,9 +105,7 @@ class Search:
 
     # -- the choice ---------------------------------------------------------------------------------------------
     def best(self, level: Risk) -> Option | None:
-        """The fastest combination of this risk that fits, among the least rough; plain training if that fits."""
-        if level == Risk.EXACT and self.fits(PLAIN):
-            return PLAIN
+        """The fastest combination of this risk that fits, among the least rough; plain training is one of the exact."""
         roughness = self.candidates.roughness
         small = [option for option in self.candidates.at(level) if self.lower_bound(option) <= self.budget]
         for _, group in itertools.groupby(sorted(small, key=roughness), key=roughness):
@@ -239,8 +245,12 @@ class Search:
     def surely(self, option: Option) -> float:
         """Bytes that an option needs for sure, by its estimate, including the objects around its tensors."""
         about, corrected = self.estimate(option)
+        return (about + self.objects(option)) * (DOUBT_AFTER_TRACE if corrected else DOUBT)
+
+    def objects(self, option: Option) -> int:
+        """Bytes of the objects around an option's tensors, by the trace of a similar one."""
         *_, objects = self._misses.get(self._correction_key(option), (self._base(option).objects,))
-        return (about + objects) * (DOUBT_AFTER_TRACE if corrected else DOUBT)
+        return objects
 
     def could_fit(self, option: Option) -> bool:
         """False if the estimate is far over the budget."""

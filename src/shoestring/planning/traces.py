@@ -134,11 +134,16 @@ class Traces:
         # Scratch found for another trace since then counts too.
         return sum(self.workspace.get(str(call)) or 0 for call in traced.signatures) > traced.scratch_bytes
 
+    def settled(self, settings: Settings) -> Profile | None:
+        """The trace of settings with the scratch of all its operators."""
+        traced = self.of(settings)
+        while traced is not None and self.calibrated(traced):
+            traced = self.again(settings)
+        return traced
+
     def plain(self) -> Profile:
         """Plain training with the scratch of its operators: the baseline of all savings."""
-        traced = self.of(())
-        while traced is not None and self.calibrated(traced):
-            traced = self.again(())
+        traced = self.settled(())
         assert traced is not None, "its errors are raised"
         return traced
 

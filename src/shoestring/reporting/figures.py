@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..ledger import Ledger
 from ..techniques.words import in_words
 from ..units import format_bytes
@@ -114,7 +114,7 @@ def require_plot() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise ShoestringError("figures need matplotlib: pip install 'shoestring[plot]'")
+        raise ShoestringError(f"figures need matplotlib: {how_to_install('plot')}")
 
 
 # -- a step -----------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from rich.markup import escape
 from rich.progress import Progress
 
 PATIENCE_SECONDS = 1.0
+LINE_SECONDS = 10.0
 
 
 @contextmanager
 def steps(title: str) -> Iterator[Callable[[str], None]]:
-    """A title -> `tell(words)`, to be called at each step: a status line on a terminal, and lines elsewhere once it
-    takes longer than PATIENCE_SECONDS; all on stderr."""
-    console, start = Console(file=sys.stderr), time.monotonic()
+    """A title -> `tell(words)`, to be called at each step: one status line on a terminal, and elsewhere a line once it
+    takes longer than PATIENCE_SECONDS and then now and again; all on stderr."""
+    console, due = Console(file=sys.stderr), time.monotonic() + PATIENCE_SECONDS
     told = 0
     with ExitStack() as stack:
         status = console.status(title) if console.is_terminal else None
@@ -24,11 +25,12 @@ def steps(title: str) -> Iterator[Callable[[str], None]]:
             stack.enter_context(status)
 
         def tell(words: str) -> None:
-            nonlocal told
+            nonlocal told, due
             told += 1
             if status is not None:
                 status.update(f"{title}, {told}: {escape(words)}")
-            elif time.monotonic() - start > PATIENCE_SECONDS:
+            elif time.monotonic() > due:
+                due = time.monotonic() + LINE_SECONDS
                 print(f"shoestring: {title}, {told}: {words}", file=sys.stderr)
 
         yield tell

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..techniques.words import described
-from ..training.events import Evaluated, Event, Listener, Replanned, Updated
+from ..training.events import Evaluated, Evaluating, Event, Listener, Replanned, Updated
 from ..units import format_bytes
+from .run_words import quality_name, quality_words
 
 LINE_SECONDS = 10.0  # between two plain lines, except for evaluations
 
@@ -22,13 +23,22 @@ class Words:
     def __init__(self, budget_bytes: int | None) -> None:
         self.budget_bytes = budget_bytes
         self.now: Updated | None = None
-        self.quality = ""
+        self.quality = self.evaluating = ""
+        self.skipped = 0
+        self.pace = 0.0  # seconds per update, smoothed
 
     def hear(self, event: Event) -> None:
         if isinstance(event, Updated):
-            self.now = event
+            self.now, self.evaluating = event, ""
+            self.skipped += bool(event.skipped)
+            self.pace = 0.9 * self.pace + 0.1 * event.seconds if self.pace else event.seconds
+        elif isinstance(event, Evaluating):
+            part = f" {event.done:,} of {event.total:,}" if event.total else ""
+            self.evaluating = f"evaluating {quality_name(event.name)}{part}"
         elif isinstance(event, Evaluated):
-            self.quality = f"{event.name} {event.quality:.4g}{' (best)' if event.is_best else ''}"
+            best = " (best)" if event.is_best else ""
+            self.quality = f"{quality_name(event.name)} {quality_words(event.name, event.quality)}{best}"
+            self.evaluating = ""
 
     @property
     def epoch(self) -> str:
@@ -36,8 +46,20 @@ class Words:
 
     @property
     def figures(self) -> str:
-        loss = f"loss {self.now.loss:.4g}" if self.now else ""
-        return "  ".join(filter(None, (loss, self.quality, self.memory)))
+        if self.now is None:
+            return "  ".join(filter(None, (self.evaluating, self.quality)))
+        now = self.now
+        parts = (
+            self.evaluating,
+            f"loss {now.loss:.4g}",
+            self.quality,
+            f"lr {now.lr:.3g}",
+            f"{1 / self.pace:.3g} it/s" if self.pace else "",
+            f"scale {now.scale:g}" if now.scale is not None else "",
+            f"{self.skipped:,} skipped" if self.skipped else "",
+            self.memory,
+        )
+        return "  ".join(filter(None, parts))
 
     @property
     def memory(self) -> str:
@@ -66,14 +88,15 @@ class Lines:
                 f"a step needs {format_bytes(event.used_bytes)}: continuing from update {event.update:,} with {words}"
             )
             print(line, file=self.file, flush=True)
-        if isinstance(event, Evaluated) or (isinstance(event, Updated) and now - self.told > LINE_SECONDS):
+        late = isinstance(event, Updated | Evaluating) and now - self.told > LINE_SECONDS
+        if isinstance(event, Evaluated) or late:
             self.told = now
             print(self._line(now), file=self.file, flush=True)
 
     def _line(self, now: float) -> str:
         update = self.words.now
         if update is None:
-            return self.words.quality
+            return self.words.figures
         return "  ".join(
             [self.words.epoch, f"update {update.update}/{update.updates}", self.words.figures, self._left(now)]
         )
@@ -91,7 +114,7 @@ class Bar:
 
     def __init__(self, bar: Progress, budget_bytes: int | None) -> None:
         self.bar, self.words = bar, Words(budget_bytes)
-        self.task = bar.add_task("", total=None, figures="")
+        self.task = bar.add_task("starting", total=None, figures="", count="")
 
     def __call__(self, event: Event) -> None:
         self.words.hear(event)
@@ -101,6 +124,7 @@ class Bar:
                 description=self.words.epoch,
                 completed=update.update,
                 total=update.updates,
+                count=f"{update.update:,}/{update.updates:,}",
                 figures=self.words.figures,
             )
 
@@ -115,7 +139,7 @@ def run_progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[List
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[count]}"),
         TextColumn("{task.fields[figures]}", markup=False),
         TimeRemainingColumn(compact=True),
     )

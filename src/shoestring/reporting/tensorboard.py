@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..training.events import Evaluated, Event, Listener, Updated
 
 
@@ -16,7 +16,7 @@ def tensorboard(folder: Path) -> Iterator[Listener]:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise ShoestringError(
-            "TensorBoard is not installed: pip install 'shoestring[log]', or leave --tensorboard out"
+            f"TensorBoard is not installed: {how_to_install('log')}, or leave --tensorboard out"
         ) from None
     writer: Any = None
 

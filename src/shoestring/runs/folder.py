@@ -1,7 +1,8 @@
-"""A run folder: plan.json, record.json, log.jsonl and saves/; one process trains in it at a time."""
+"""A run folder: plan.json, record.json, log.jsonl, measures.jsonl and saves/; one process trains in it at a time."""
 
 import fcntl
 import json
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from ..errors import ShoestringError
 from ..planning.plan import Plan
-from .record import RunRecord, differences, read_record
+from .record import RunRecord, differences, read_record, why_not_resumed
 from .save import NotSaved, Saves
 
 
@@ -44,6 +45,15 @@ class RunFolder:
     def averaged_path(self) -> Path:
         return self._named("averaged", ".safetensors")
 
+    @property
+    def measures(self) -> "Log":
+        """Seconds and bytes of each update, which differ from run to run: log.jsonl has none."""
+        return Log(self._named("measures", ".jsonl"))
+
+    @property
+    def languages_path(self) -> Path:
+        return self.path / "vocabulary"
+
     def _named(self, stem: str, suffix: str) -> Path:
         return self.path / (f"{stem}.rank{self.rank}{suffix}" if self.rank else stem + suffix)
 
@@ -73,10 +83,16 @@ class RunFolder:
             return False  # no lock file: nobody trained here
         return False
 
-    def begin(self, record: RunRecord, plan: Plan, resume: bool) -> RunRecord:
-        """Claims the folder for a run -> its record: the new one, or that of the run being resumed."""
+    def begin(self, record: RunRecord, plan: Plan, resume: bool, stretched: str = "") -> RunRecord:
+        """Claims the folder for a run -> its record: the new one, or that of the run being resumed.
+
+        `stretched` names what is spread over the length of the run, which then cannot change, if anything is.
+        """
         if self.record_path.exists():
-            return self._resumed(record, resume)
+            before = self._resumed(record, resume, stretched)
+            if plan.budget_bytes != before.budget_bytes:
+                self.write_plan(plan)
+            return before
         if resume:
             raise ShoestringError(f"{self.path} holds no run to resume: leave --resume out, or name its folder")
         if others := {entry.name for entry in self.path.iterdir() if not _is_ours(entry.name)}:
@@ -87,22 +103,28 @@ class RunFolder:
         self.write_record(record)
         return record
 
-    def _resumed(self, record: RunRecord, resume: bool) -> RunRecord:
+    def _resumed(self, record: RunRecord, resume: bool, stretched: str) -> RunRecord:
         before = read_record(self.record_path)
-        changed = differences(before.settings, record.settings)
-        if changed and resume:
-            raise ShoestringError(
-                f"{self.path} holds a run with other settings: {changed}; resume with the old ones, "
-                "or choose another folder"
-            )
+        why_not = why_not_resumed(before, record, stretched)
         if not resume:
-            why = f" with other settings ({changed})" if changed else ""
+            why = f" ({why_not})" if why_not else ""
             raise ShoestringError(
-                f"{self.path} holds a run{why} already: resume it with --resume, or choose another folder"
+                f"{self.path} holds a run already{why}: resume it with --resume, or choose another folder"
+            )
+        if why_not:
+            raise ShoestringError(
+                f"the run in {self.path} cannot go on, for {why_not}; resume it as it was started "
+                f"(`shoestring train --resume --run {self.path}`), or choose another folder"
             )
         if other := differences(before.environment, record.environment):
             self.warn(f"the run continues elsewhere, so its numbers may differ in their last bits: {other}")
-        return before.with_(environment=record.environment)
+        return before.with_(
+            environment=record.environment,
+            settings=record.settings,
+            budget_bytes=record.budget_bytes,
+            command=record.command or before.command,
+            data_fingerprint=record.data_fingerprint or before.data_fingerprint,
+        )
 
     def write_plan(self, plan: Plan) -> None:
         with _refusing(self.path):
@@ -113,9 +135,12 @@ class RunFolder:
             replace_file(self.record_path, json.dumps(record.to_json(), indent=2))
 
 
+OURS = ("plan", "record", "log", "measures", "saves", "averaged", "step", "page", "vocabulary")
+
+
 def _is_ours(name: str) -> bool:
     """Whether another process of this run, or one killed at its start, may have left this file."""
-    return name.startswith(".") or name.split(".")[0] in ("plan", "record", "log", "saves", "averaged", "step", "page")
+    return name.startswith(".") or name.split(".")[0] in OURS
 
 
 @dataclass(frozen=True)
@@ -134,12 +159,28 @@ class Log:
             os.fsync(file.fileno())
             return file.tell()
 
+    def forget_after(self, update: int) -> None:
+        """Drops the lines of later updates, which a resumed run repeats, and one that was cut off."""
+        if not self.path.exists():
+            return
+        with _refusing(self.path):
+            lines = self.path.read_bytes().splitlines(keepends=True)
+            kept = b"".join(line for line in lines if _update_of(line) <= update)
+            self.path.write_bytes(kept)
+
     def cut(self, size: int, warn: Callable[[str], None]) -> None:
         """Truncates the lines written after a save: the resumed run writes them again."""
         with _refusing(self.path), self.path.open("ab") as file:
             if file.tell() < size:
                 warn(f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost")
             file.truncate(min(size, file.tell()))
+
+
+def _update_of(line: bytes) -> float:
+    try:
+        return float(json.loads(line)["update"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -20,8 +20,8 @@ class RunRecord:
     """The outcome of a run. `settings` determine the result: a run can only be resumed with the same ones. None means
     not known (yet).
 
-    `measured` is the meter's reading at the step with the highest peak. `seconds` are those of training and evaluation,
-    over all restarts of the run.
+    `measured` is the meter's reading at the step with the highest peak since the run was last replanned. `seconds` are
+    those of training and evaluation, over all restarts of the run.
     """
 
     task: str
@@ -41,6 +41,12 @@ class RunRecord:
     best_update: int | None = None
     averaged_quality: float | None = None
     finished: bool = False
+    skipped: int = 0  # updates that the loss scale, or a loss that was not finite, skipped
+    over_budget: list[list[int]] = field(default_factory=list)  # [update, bytes] where the run was replanned
+    command: dict[str, Any] = field(default_factory=dict)  # the arguments of `shoestring train`, for later commands
+    data_fingerprint: str = ""  # of the content of the data, if it can tell
+    tied: dict[str, str] = field(default_factory=dict)  # names of the plain model's weights that are those of another
+    unsaved: list[str] = field(default_factory=list)  # buffers that the plain model's state_dict() leaves out
 
     def with_(self, **changes: Any) -> "RunRecord":
         return replace(self, **changes)
@@ -100,6 +106,33 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     old, new = _flat(before), _flat(json.loads(json.dumps(now)))  # as it is when it comes from a file
     changed = [key for key in old | new if old.get(key) != new.get(key)]
     return ", ".join(f"{key} was {old.get(key)} and is now {new.get(key)}" for key in changed)
+
+
+def why_not_resumed(before: RunRecord, now: RunRecord, stretched: str) -> str:
+    """Why a run cannot go on with these settings; "" if it can. All must be as they were, except for its length if
+    nothing is `stretched` over the whole run."""
+    if before.data_fingerprint and now.data_fingerprint not in ("", before.data_fingerprint):
+        return "its data have changed: there are as many, but their content is not what the run was trained on"
+    length: dict[str, Any] = {name: r.settings.get("updates") for name, r in (("old", before), ("new", now))}
+    changed = differences(before.settings, now.settings)
+    if length["old"] == length["new"] or not changed:
+        return f"other settings are given: {changed}" if changed else ""
+    if differences(*(_without(record.settings, "updates", "schedule") for record in (before, now))):
+        return f"other settings are given: {changed}"
+    if before.settings.get("schedule") != now.settings.get("schedule"):
+        stretched = "the schedule of the learning rate"
+    if stretched:
+        return (
+            f"it was started for {length['old']:,} updates and {length['new']:,} are asked for, and {stretched} is "
+            "stretched over the whole run: what was trained so far would have been trained otherwise"
+        )
+    if length["new"] < before.updates:
+        return f"{before.updates:,} updates are done already, and {length['new']:,} are asked for"
+    return ""
+
+
+def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:

@@ -127,6 +127,22 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(chain(model.named_parameters(), model.named_buffers()))
 
 
+def aliases(model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """A model -> the names that its plain state_dict() has for tensors that are held twice, each with the name under
+    which a save has it; and the buffers that state_dict() leaves out."""
+    first: dict[int, str] = {}
+    tied, unsaved = {}, []
+    for path, module in model.named_modules(remove_duplicate=False):
+        dense = getattr(module, "dense_parameters", {})
+        for own, tensor in chain(module._parameters.items(), module._buffers.items()):
+            name = f"{path}.{dense[own][0] if own in dense else own}".lstrip(".")
+            if own in module._non_persistent_buffers_set:
+                unsaved.append(name)
+            elif tensor is not None and first.setdefault(id(tensor), name) != name:
+                tied[name] = first[id(tensor)]
+    return tied, unsaved
+
+
 def fingerprint(model: nn.Module) -> str:
     """A model before training -> SHA-256 of the names, types and shapes of its tensors.
 

@@ -31,6 +31,15 @@ def plain(model: nn.Module, copy: bool = False) -> nn.Module:
     return model
 
 
+def is_lean(model: nn.Module) -> bool:
+    """Whether a technique has changed a model."""
+    return boundary_dtype(model) is not None or is_sparse(model)
+
+
+def is_sparse(model: nn.Module) -> bool:
+    return any(isinstance(module, SparseLayer) for module in model.modules())
+
+
 _under_a_plan: WeakSet[nn.Module] = WeakSet()  # a sparse model may also be a user's own, made by `from_dense`
 
 
@@ -44,8 +53,7 @@ def check_plain(task: Task, techniques: Iterable[str] = ()) -> None:
     model = task.model
     if dtype := boundary_dtype(model):
         raise _refusal(f"it is in {str(dtype).removeprefix('torch.')}")
-    is_sparse = any(isinstance(module, SparseLayer) for module in model.modules())
-    if is_sparse and (model in _under_a_plan or "nonzero" in techniques):
+    if is_sparse(model) and (model in _under_a_plan or "nonzero" in techniques):
         raise _refusal("it has sparse layers")
     if task.settings:
         raise ShoestringError(

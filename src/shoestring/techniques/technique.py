@@ -23,6 +23,13 @@ class Risk(IntEnum):
         return cls[name.upper()]
 
 
+MEANING = {
+    Risk.EXACT: "the same gradients as plain training",
+    Risk.NEUTRAL: "other rounding, no loss of quality known",
+    Risk.APPROXIMATE: "quality is traded for memory",
+}
+
+
 @dataclass(frozen=True)
 class Effect:
     """The factors by which a value scales one traced step of the whole batch; 1 changes nothing."""

@@ -17,7 +17,9 @@ from ..structure import tensors
 from ..task import Task
 from ..techniques.plain import check_plain, note_plan
 from ..techniques.registry import apply_settings
+from .evaluate import Evaluation, Score, evaluated, mean_loss, mean_score
 from .loop_optimizer import LoopOptimizer
+from .resumable import as_data
 
 _making = threading.Lock()  # around making a stepper: two steppers would have two optimizers
 
@@ -101,6 +103,17 @@ class LeanTask:
     def skipped(self) -> str:
         """Why the last step left the weights as they were; "" if it did not."""
         return self.stepper.skipped
+
+    def evaluate(self, batches: Any, score: Score | None = None) -> float:
+        """Batches (a list, a DataLoader, anything that `train` takes) -> the mean loss per item of the model as it is
+        now, without gradients, in evaluation mode, and in the microbatches of training.
+
+        With `score(model, batch)`, the sum of some score over a batch's items, its mean instead: for an accuracy
+        `lambda model, batch: float((model(batch[0]).argmax(1) == batch[1]).sum())`.
+        """
+        data, task = as_data(batches, seed=0), self.task.with_(batch=None)
+        evaluation = mean_loss(task, data) if score is None else Evaluation("score", mean_score(task, data, score))
+        return evaluated(self.task, evaluation)
 
     def held(self) -> list[Tensor]:
         """The tensors that outlive a step: the model's and the optimizer's."""

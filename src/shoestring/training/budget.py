@@ -36,6 +36,7 @@ class Budget:
     ) -> None:
         self.limit, self.meter, self.watch, self.predict = limit, meter, watch, predict
         self.measured: Any = None
+        self.last_bytes: int | None = None  # the peak of the last step, if it was measured
         self.used_bytes = 0  # of the step that was over the budget
         self._planned = planned
         self._updates = self._largest = self._most_held = 0
@@ -47,11 +48,13 @@ class Budget:
     def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
         """Runs a step -> its loss; raises OverBudget, before the weights change, if too much is predicted or seen."""
         self._foresee(batch)
+        self.last_bytes = None
         if self.meter is None or not self._is_new(batch, sum(tensor.nbytes for tensor in held())):
             with listen(self._look):
                 return step()
         losses: list[Tensor] = []
         reading = self.meter(lambda: losses.append(step()), [*held(), *tensors(batch)])
+        self.last_bytes = reading.peak_bytes
         if self.measured is None or reading.peak_bytes > self.measured.peak_bytes:
             self.measured = reading
         return losses[0]

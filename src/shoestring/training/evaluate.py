@@ -6,6 +6,7 @@ evaluation fits wherever a training step does.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +79,23 @@ def evaluated(task: Task, evaluation: Evaluation) -> float:
         return evaluation(task.model)
 
 
+_progress: ContextVar[Callable[[int, int], None]] = ContextVar("_progress", default=lambda done, total: None)
+
+
+@contextmanager
+def telling(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Calls `progress(done, total)` after each batch of the evaluations inside."""
+    token = _progress.set(progress)
+    try:
+        yield
+    finally:
+        _progress.reset(token)
+
+
+def tell_progress(done: int, total: int) -> None:
+    _progress.get()(done, total)
+
+
 Score = Callable[[nn.Module, Any], float]  # the sum of the scores of a piece's items
 
 
@@ -92,6 +110,7 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
                 with within(task, model):
                     total += score(model, piece)
                 items += task.count(piece)
+            tell_progress(number + 1, len(data))
         if not items:
             raise ShoestringError("there is nothing to evaluate on: the data holds no items")
         return total / items

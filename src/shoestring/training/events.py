@@ -17,6 +17,20 @@ class Updated:
     loss: float
     lr: float
     peak_bytes: int | None
+    seconds: float = 0.0  # of this step
+    skipped: str = ""  # why no weight was changed, if so
+    scale: float | None = None  # the loss scale after it, if there is one
+
+
+@dataclass(frozen=True)
+class Evaluating:
+    """An evaluation has begun, or has come to batch `done` of `total`."""
+
+    update: int
+    epoch: int
+    name: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -45,5 +59,5 @@ class Replanned:
     techniques: dict[str, Any]
 
 
-Event = Updated | Evaluated | Saved | Replanned
+Event = Updated | Evaluating | Evaluated | Saved | Replanned
 Listener = Callable[[Event], None]

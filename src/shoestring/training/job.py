@@ -1,7 +1,7 @@
 """A job is a task on real data; `build(plan)` makes a session of it: the lean task, its batches and its evaluation."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ class Session(NamedTuple):
 
     lean: LeanTask
     data: Data
-    evaluation: Evaluation
+    evaluation: Evaluation | None
     schedule: str
 
 
@@ -37,6 +37,11 @@ class Job(Protocol):
 
     @property
     def settings(self) -> dict[str, Any]: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the built-in model was made with, so that it can be built again without the data."""
+        ...
 
     def plan_in_tokens(self, plan: Plan) -> Plan:
         """A plan made for `task` -> the plan for `build`: where batches are counted in tokens, so are microbatches."""
@@ -93,6 +98,7 @@ class ImageJob:
     augment: Augment
     schedule: str
     multiplier: Multiplier = untuned
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -162,6 +168,7 @@ class PairJob:
     longest: int
     quality: str = "loss"  # or bleu
     multiplier: Multiplier = untuned
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -23,12 +23,21 @@ from ..runs.averaging import NoMean, average_saves, averaged
 from ..runs.folder import RunFolder
 from ..runs.record import RunRecord, describe, environment
 from ..runs.save import Save, Saves
-from ..runs.state import ModelState, OptimizerState, Parts, Stateful, find_stateful, fingerprint, first_poisoned
+from ..runs.state import (
+    ModelState,
+    OptimizerState,
+    Parts,
+    Stateful,
+    aliases,
+    find_stateful,
+    fingerprint,
+    first_poisoned,
+)
 from ..task import Task
 from .apply import LeanTask, apply
 from .budget import Budget, Meter, batch_bytes
-from .evaluate import Data, Evaluation, evaluated
-from .events import Evaluated, Event, Listener, Replanned, Saved, Updated
+from .evaluate import Data, Evaluation, evaluated, telling
+from .events import Evaluated, Evaluating, Event, Listener, Replanned, Saved, Updated
 from .interrupts import Interrupted, Interrupts
 from .processes import gathered, newest, own_seed, restore, shared
 from .recipe import Recipe
@@ -53,6 +62,7 @@ def train(
     watch: Callable[[], int] | None = None,
     replan: Replan | bool = False,
     how_to_resume: str = "train(..., resume=True)",
+    command: Mapping[str, Any] | None = None,
     **recipe: Any,
 ) -> RunRecord:
     """Trains a task (lean or not) on data by a recipe (`epochs=` or `updates=`, `schedule=`, `evaluation=`, `seed=`,
@@ -65,8 +75,9 @@ def train(
     when the run is resumed. `meter` measures the first two updates and every one with a larger batch than before;
     `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run;
     with `replan` it continues from the same update with smaller microbatches of the same batch, or with what the
-    function given as `replan` returns. In several processes (torchrun) each is given the same data, of whole batches,
-    and trains on its share of each; process 0 writes the folder and calls the listeners.
+    function given as `replan` returns. `command` is kept in the record, for those that come later. In several
+    processes (torchrun) each is given the same data, of whole batches, and trains on its share of each; process 0
+    writes the folder and calls the listeners.
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     world = joined()
@@ -84,6 +95,7 @@ def train(
     training.generators = dict(generators or {})
     training.listeners = (*listeners,)
     training.replan, training.how_to_resume = replan, how_to_resume
+    training.record = training.record.with_(command=dict(command or {}))
     return training.go(resume)
 
 
@@ -104,6 +116,7 @@ class Training:
         self.world, self.leads, self.processes = world, world.rank == 0, world.size
         self.length = recipe.length(len(data))
         self.fingerprint = fingerprint(lean.model)
+        tied, unsaved = aliases(lean.model)
         self.record = RunRecord(
             task=lean.task.name or type(lean.model).__name__,
             settings=self._settings() | settings,
@@ -112,6 +125,9 @@ class Training:
             predicted_peak_bytes=lean.plan.predicted_peak_bytes,
             predicted_bytes=lean.plan.predicted_bytes,
             quality_name=recipe.evaluation.name if recipe.evaluation else "",
+            data_fingerprint=_fingerprint_of(data) if folder is not None else "",
+            tied=tied,
+            unsaved=unsaved,
         )
         self.parts: dict[str, Stateful] = {}
         self.generators: dict[str, torch.Generator] = {}
@@ -120,7 +136,7 @@ class Training:
         budget.predict = self._predicted_bytes
         self.how_to_resume = ""
         self.interrupts = Interrupts()
-        self.update = self.evaluated = self.log_bytes = 0
+        self.update = self.evaluated = self.log_bytes = self.skipped = 0
         self.late = False  # whether the time for a save has come
         self.quality: float | None = None
         self.best_quality: float | None = None
@@ -141,7 +157,7 @@ class Training:
         }
 
     def state(self) -> dict[str, Any]:
-        names = ("update", "evaluated", "log_bytes", "quality", "best_quality", "best_update", "processes")
+        names = ("update", "evaluated", "log_bytes", "quality", "best_quality", "best_update", "processes", "skipped")
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -198,18 +214,26 @@ class Training:
             if resume:
                 raise ShoestringError("there is nothing to resume: pass the folder of the run")
             return
-        folder, new = self.folder, self.record
+        folder, new, stretched = self.folder, self.record, self._stretched()
         check_same(self.world, {"recipe": new.settings})
-        self.record = agreed(self.world, lambda: folder.begin(new, self.lean.plan, resume) if self.leads else new)
+        self.record = agreed(
+            self.world, lambda: folder.begin(new, self.lean.plan, resume, stretched) if self.leads else new
+        )
         self.seconds_before = self.record.seconds
         save = newest(folder, self.world)
         if save is not None:
             agreed(self.world, lambda: self._restore(save))
         if self.leads:
             folder.log.cut(self.log_bytes, folder.warn)
+            folder.measures.forget_after(self.update)
             self._forget_old_saves(folder.saves)  # a killed run may have left some
         if self.processes != self.world.size:
             self._note_processes(folder)
+
+    def _stretched(self) -> str:
+        """What, besides the schedule, is spread over the length of the run; "" if nothing is."""
+        parts = (getattr(hook, "stretched", "") for hook in self.lean.task.after_update)
+        return next(filter(None, parts), "")
 
     def _restore(self, save: Save) -> None:
         save.check_model(self.fingerprint)
@@ -231,6 +255,7 @@ class Training:
         epoch, number = divmod(self.update, len(self.data))
         batch = self.data.read(epoch, number)
         lr = self._set_lr(self.recipe.schedule(self.update + 1))
+        began = time.monotonic()
         try:
             loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self.lean.held))
         except OverBudget as error:
@@ -238,11 +263,17 @@ class Training:
         except Diverged as error:
             raise Diverged(f"{error}; update {self.update + 1:,}, learning rate {lr:g}; {self._safe()}") from error
         self.update += 1
-        event = Updated(self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes)
-        told = {"loss": loss} if math.isfinite(loss) else {"skipped": self.lean.stepper.skipped}
+        self.skipped += bool(self.lean.stepper.skipped)
+        seconds, skipped, scale = time.monotonic() - began, self.lean.stepper.skipped, self.lean.stepper.scale
+        event = Updated(
+            self.update, self.length, epoch + 1, self.epochs, loss, lr, self.budget.peak_bytes, seconds, skipped,
+            scale.value if scale is not None else None,
+        )  # fmt: skip
+        told = {"loss": loss} if math.isfinite(loss) else {"skipped": skipped}
         line = {"update": self.update, "epoch": epoch + 1, **told, "lr": lr}
         self._log(line | self.lean.stepper.told)
         self._note_peak()
+        self._measure({"seconds": round(seconds, 6), "bytes": self.budget.last_bytes})
         self._tell(event)
         try:
             self.budget.check()
@@ -285,8 +316,12 @@ class Training:
             OptimizerState(self.lean.stepper.optimizer).restore(OptimizerState(before).state())
         self._tell(Replanned(self.update, used, self.lean.plan.techniques()))
         self.budget.reset()
-        settings = self.record.settings | {"techniques": self.lean.task.settings}
-        self.record = self.record.with_(settings=settings)
+        self.record = self.record.with_(
+            settings=self.record.settings | {"techniques": self.lean.task.settings},
+            over_budget=[*self.record.over_budget, [self.update, used]],
+            measured_peak_bytes=None,
+            measured={},
+        )
         if self.folder is not None:
             self.folder.write_plan(self.lean.plan)
             self.folder.write_record(self.record)
@@ -308,20 +343,27 @@ class Training:
     def _evaluate(self) -> None:
         evaluation = self.recipe.evaluation
         assert evaluation is not None
+        epoch, began = math.ceil(self.update / len(self.data)), time.monotonic()
         quality = by_first(self.world, lambda: self._measured(evaluation))
         if not quality:
             return  # interrupted: repeated when the run is resumed
         self.quality, self.evaluated = float.fromhex(quality), self.update
+        self._measure({"evaluation_seconds": round(time.monotonic() - began, 6)})
         is_best = evaluation.is_better(self.quality, self.best_quality)
         if is_best:
             self.best_quality, self.best_update = self.quality, self.update
-        epoch = math.ceil(self.update / len(self.data))
         self._log({"update": self.update, "epoch": epoch, evaluation.name: self.quality})
         self._tell(Evaluated(self.update, epoch, evaluation.name, self.quality, is_best))
 
     def _measured(self, evaluation: Evaluation) -> str:
         """The quality now, to the last bit; "" if a signal interrupted its evaluation."""
-        with self.interrupts.breakable():
+
+        def tell(done: int, total: int) -> None:
+            self._tell(Evaluating(self.update, epoch, evaluation.name, done, total))
+
+        epoch = math.ceil(self.update / len(self.data))
+        with self.interrupts.breakable(), telling(tell):
+            tell(0, 0)
             return float(evaluated(self.lean.task, evaluation)).hex()
         return ""
 
@@ -389,6 +431,7 @@ class Training:
         measured = self.budget.measured
         self.record = self.record.with_(
             updates=self.update,
+            skipped=self.skipped,
             seconds=self.seconds_before + time.monotonic() - self.started,
             quality=self.quality,
             best_quality=self.best_quality,
@@ -403,6 +446,12 @@ class Training:
         if self.folder is not None and self.leads:
             self.folder.log.write(line)
 
+    def _measure(self, line: dict[str, Any]) -> None:
+        """Writes what an update took: not in the log, so that equal runs have equal logs."""
+        if self.folder is not None and self.leads:
+            known = {name: value for name, value in line.items() if value is not None}
+            self.folder.measures.write({"update": self.update, **known})
+
     def _tell(self, event: Event) -> None:
         for listener in self.listeners if self.leads else ():
             listener(event)
@@ -416,3 +465,9 @@ class Training:
     def _safe(self) -> str:
         last = max(self.folder.saves.updates(), default=0) if self.folder else 0
         return f"the save of update {last:,} is good" if last else "there is no save before it"
+
+
+def _fingerprint_of(data: Data) -> str:
+    """The fingerprint of the data's content; "" if it has none."""
+    fingerprint = getattr(data, "fingerprint", None)
+    return fingerprint() if callable(fingerprint) else ""

@@ -1,5 +1,6 @@
 """Makes any iterable of batches resumable: a run finds its place in it after a restart."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from ..data.draws import mix
 from ..errors import ShoestringError
 from ..randomness import RandomState, seeded
+from ..structure import tensors
 from .evaluate import Data
 
 ENDED = object()
@@ -45,6 +47,17 @@ class Stream:
     def __len__(self) -> int:
         assert self.length is not None
         return self.length
+
+    def fingerprint(self) -> str:
+        """What the batches are, by the first and the last of a list or a tuple; "" if they cannot be looked at without
+        being drawn."""
+        if not isinstance(self.batches, list | tuple):
+            return ""
+        digest = hashlib.sha256()
+        for tensor in tensors([self.batches[0], self.batches[-1]]):
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:16]
 
     def read(self, epoch: int, number: int) -> Any:
         if self._place != (epoch, number):

@@ -12,8 +12,9 @@ from torch.utils import _pytree as pytree
 from ..data.files import Rows
 from ..data.token_batches import padded
 from ..data.vocabulary import Vocabulary
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..tokens import BOS, EOS, PAD
+from .evaluate import tell_progress
 
 
 class Translator(Protocol):
@@ -121,11 +122,12 @@ def translate(
     Sentences are searched in groups whose beams stay within `tokens` of target (at least one sentence), which bounds
     the memory of a search as a microbatch bounds that of training.
     """
-    texts = [""] * len(sentences)
+    texts, done = [""] * len(sentences), 0
     for rows in groups(sentences.lengths(), beams, tokens):
         found = beam_search(model, padded(sentences, rows).to(device), beams, length_penalty)
         for row, ids in zip(rows, found, strict=True):
             texts[row] = vocabulary.decode(ids)
+        tell_progress(done := done + len(rows), len(texts))
     return texts
 
 
@@ -144,7 +146,7 @@ def bleu(translations: list[str], references: list[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise ShoestringError("BLEU needs sacrebleu, which is not installed: pip install 'shoestring[nlp]'") from None
+        raise ShoestringError(f"BLEU needs sacrebleu, which is not installed: {how_to_install('nlp')}") from None
     if len(translations) != len(references) or not references:
         raise ShoestringError(
             f"{len(translations):,} translations have {len(references):,} references: give one to each"

@@ -70,6 +70,8 @@ class Rewiring:
     `times` counts the rewirings so far.
     """
 
+    stretched = "rewiring"  # its schedule is spread over the length of the run
+
     def __init__(
         self,
         method: str = "dsr",

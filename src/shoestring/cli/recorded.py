@@ -1,0 +1,107 @@
+"""The command that trained a run, kept in its record: later commands need the folder of the run alone."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ShoestringError
+from ..techniques import WORDS
+from .model import is_builtin
+from .options import whole_number
+
+if TYPE_CHECKING:
+    from ..runs.folder import RunFolder
+    from ..training.job import Job, Session
+
+# In the plan, or about one call of the command only.
+_NOT_KEPT = {"help", "json", "folder", "resume", "plan", "budget", "risk", *(word.name for word in WORDS)}
+
+
+def kept(args: argparse.Namespace, job: "Job") -> dict[str, Any]:
+    """The arguments of `train` that another command needs, as JSON: what was given, with absolute paths."""
+    found: dict[str, Any] = {}
+    for action in args.parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest not in _NOT_KEPT and value not in (None, False, action.default):
+            found[action.dest] = str(value) if isinstance(value, Path) else value
+    for name in ("model", "data", "valid"):
+        if name in found:
+            found[name] = _absolute(found[name])
+    return found | ({"options": dict(job.options)} if is_builtin(args.model) else {})
+
+
+def _absolute(text: str) -> str:
+    """A path, also that of file.py:function, from the root; other names as they are."""
+    place, colon, function = text.rpartition(":")
+    if colon and place.endswith(".py"):
+        return f"{Path(place).resolve()}:{function}"
+    return str(Path(text).resolve()) if Path(text).exists() else text
+
+
+def recall(args: argparse.Namespace, folder: "RunFolder") -> None:
+    """Gives the arguments that were left out the values that they had when the run was started.
+
+    A function of the user's is code, and nothing that a run's folder says is run: it must be named again.
+    """
+    from ..data import kept_languages
+    from ..runs.record import read_record
+
+    before = read_record(folder.record_path).command
+    defaults = {action.dest: action.default for action in args.parser._actions}
+    lengths = {"epochs", "updates"}
+    if any(getattr(args, name, None) is not None for name in lengths):
+        before = {name: value for name, value in before.items() if name not in lengths}
+    for name, value in before.items():
+        if name in ("model", "data", "valid") and getattr(args, name, None) is None:
+            _refuse_code(name, value, args)
+        if getattr(args, name, None) == defaults.get(name):
+            setattr(args, name, value)
+    if args.model is None:
+        raise ShoestringError(f"the record of {folder.path} does not say which model it trained: name MODEL")
+    args.known = kept_languages(folder.languages_path)
+
+
+def _refuse_code(name: str, value: str, args: argparse.Namespace) -> None:
+    if ":" in value:
+        what = "MODEL" if name == "model" else f"--{name}"
+        raise ShoestringError(
+            f"the run was trained with your own code, {value}, which is not run because a file names it: "
+            f"give {what} again, as in `{args.parser.prog} ... {'' if name == 'model' else what + ' '}{value}`"
+        )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """RUN and the choice of its weights, for every command about a trained run."""
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument(
+        "--weights", choices=("best", "last", "averaged"), default="best", help="which of its weights (default: best)"
+    )
+
+
+def opened(path: Path) -> "RunFolder":
+    """The folder of a run; refused if it holds none."""
+    from ..runs.folder import RunFolder
+
+    folder = RunFolder(path)
+    if not folder.record_path.exists():
+        what = "holds no run" if path.is_dir() else "does not exist"
+        raise ShoestringError(f"{path} {what}: name the folder that `shoestring train` wrote, such as runs/wrn-28-2")
+    return folder
+
+
+def session_of(args: argparse.Namespace, folder: "RunFolder") -> "Session":
+    """The arguments of a command about a run -> its model and data, under its plan."""
+    import torch
+
+    from .job import RECIPE, load_job, read_plan
+
+    recall(args, folder)
+    if getattr(args, "threads", None):
+        torch.set_num_threads(args.threads)
+    names = ("model", "data", "valid", "batch", "tokens")
+    job = load_job(argparse.Namespace(**RECIPE | dict.fromkeys(names) | vars(args)))
+    return job.build(read_plan(folder.plan_path, job.task))
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads to use (default: all)")

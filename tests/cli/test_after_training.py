@@ -1,0 +1,166 @@
+"""Life after training: each command needs the run folder alone, wherever that is."""
+
+import json
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shoestring as library
+from shoestring.data import keep_languages, open_images, open_pairs
+
+sys.path.append(os.path.join(os.path.dirname(__file__), "..", "data"))
+from layouts import write_cifar_binary
+
+MODEL = """
+import torch
+from torch import nn
+from shoestring import SGD, Task
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.middle, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(8, 10)
+        self.again = self.middle  # a module under two names
+        self.register_buffer("ones", torch.ones(3), persistent=False)
+
+    def forward(self, images):
+        return self.last(self.again(self.middle(self.conv(images))).mean((2, 3)))
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def task(batch=4):
+    torch.manual_seed(0)
+    return Task(Net(), loss, (torch.zeros(batch, 3, 32, 32), torch.zeros(batch).long()), SGD(lr=0.05))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "net.py").write_text(MODEL)
+    write_cifar_binary(tmp_path / "data")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield tmp_path
+    torch.set_num_threads(threads)
+
+
+def trained(shoestring, *words, model="net.py:task"):
+    answer = shoestring("train", model, "--data", "data", "--threads", 1, "--json", *words)
+    assert answer.code == 0, answer.err
+    return json.loads(answer.out)
+
+
+@pytest.mark.parametrize("plan", [(), ("--precision", "fp16"), ("--nonzero", 50, "--precision", "bf16")], ids=str)
+def test_an_exported_run_is_the_plain_models_state_dict(shoestring, folder, plan, monkeypatch):
+    trained(shoestring, "--epochs", 1, "--run", "run", *plan)
+    monkeypatch.syspath_prepend(str(folder))
+    import net
+
+    answer = shoestring("export", "run", "-o", "model.safetensors", "--json")
+    assert answer.code == 0, answer.err
+    found = load_file("model.safetensors")
+    plain = net.Net()
+    assert json.loads(answer.out)["tensors"] == len(found) == len(plain.state_dict())
+    plain.load_state_dict(found)
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    shoestring("export", "run", "-o", "stored.safetensors", "--dtype", "stored")
+    kinds = {tensor.dtype for tensor in load_file("stored.safetensors").values()}
+    assert kinds == ({torch.float16} if "fp16" in plan else {torch.bfloat16} if plan else {torch.float32})
+    loaded = library.load("run", net.Net())
+    assert not loaded.training
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, loaded.state_dict()[name])
+    quality = json.loads(shoestring("evaluate", "run", "net.py:task", "--json").out)["accuracy"]
+    images = open_images("data", channels=3)
+    pixels, labels = images.test.read(np.arange(len(images.test)))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (images.mean, images.std))
+    with torch.no_grad():
+        guesses = loaded((pixels / 255 - mean) / std).argmax(1)
+    assert quality == pytest.approx(100 * float((guesses == labels).float().mean()), abs=0 if not plan else 10)
+
+
+def test_a_built_in_model_is_loaded_evaluated_and_resumed_from_its_folder_alone(shoestring, folder):
+    how = ("--updates", 2, "--batch", 10, "--schedule", "constant", "--run", "run")
+    first = trained(shoestring, *how, model="wrn-10-1")
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move("run", elsewhere / "run")
+    os.chdir(elsewhere)
+    found = json.loads(shoestring("evaluate", "run", "--json").out)
+    assert (found["accuracy"], found["update"]) == (first["best_quality"], 2)
+    assert library.load("run")(torch.zeros(1, 3, 32, 32)).shape == (1, 10)
+    again = shoestring("train", "--resume", "--run", "run")
+    assert again.code == 0 and "finished already" in again.out
+    longer = shoestring("train", "--resume", "--run", "run", "--updates", 3, "--json")
+    assert longer.code == 0, longer.err
+    assert json.loads(longer.out)["updates"] == 3
+    assert json.loads((elsewhere / "run" / "record.json").read_text())["command"]["updates"] == 3
+
+
+def test_a_longer_run_is_refused_where_something_is_stretched_over_its_length(shoestring, folder):
+    trained(shoestring, "--epochs", 1, "--run", "steps", "--schedule", "paper")
+    trained(shoestring, "--epochs", 1, "--run", "sparse", "--nonzero", 50)
+    for run, what in (("steps", "the schedule of the learning rate"), ("sparse", "rewiring")):
+        answer = shoestring("train", "net.py:task", "--resume", "--run", run, "--epochs", 2)
+        assert answer.code == 2 and "5 updates and 10 are asked for" in answer.err and what in answer.err, answer.err
+    trained(shoestring, "--epochs", 2, "--run", "plain")
+    shorter = shoestring("train", "net.py:task", "--resume", "--run", "plain", "--epochs", 1)
+    assert shorter.code == 2 and "10 updates are done already, and 5 are asked for" in shorter.err
+
+
+def test_other_data_of_the_same_count_is_noticed(shoestring, folder):
+    trained(shoestring, "--epochs", 1, "--run", "run", "--schedule", "constant")
+    other = folder / "data" / "data_batch_2.bin"
+    pixels = bytearray(other.read_bytes())
+    pixels[1:3000] = bytes(2999)
+    other.write_bytes(bytes(pixels))
+    answer = shoestring("train", "net.py:task", "--resume", "--run", "run", "--epochs", 2)
+    assert answer.code == 2 and "its data have changed" in answer.err
+
+
+def test_code_that_a_run_names_is_not_run_unless_it_is_named_again(shoestring, folder):
+    trained(shoestring, "--epochs", 1, "--run", "run")
+    (folder / "net.py").write_text("raise SystemExit('run!')")
+    for words in (("evaluate", "run"), ("train", "--resume", "--run", "run")):
+        answer = shoestring(*words)
+        assert answer.code == 2 and "your own code" in answer.err and "net.py:task" in answer.err
+
+
+@pytest.mark.parametrize("words", [
+    ("evaluate", "nowhere"), ("export", "nowhere", "-o", "m.safetensors"), ("translate", "nowhere", "a"),
+])  # fmt: skip
+def test_a_folder_without_a_run_is_refused(shoestring, folder, words):
+    assert "nowhere does not exist: name the folder" in shoestring(*words).complaint
+
+
+def test_a_run_translates_with_the_vocabulary_in_its_folder(shoestring, folder):
+    pairs = open_pairs()
+    options = {
+        "source_vocabulary": len(pairs.source),
+        "target_vocabulary": len(pairs.target),
+        "width": 16,
+        "tokens": 60,
+    }
+    task = library.builtin("dynamicconv-iwslt", **options)
+    library.train(task, [task.batch], updates=1, run="run", command={"model": task.name, "options": options})
+    keep_languages(folder / "run" / "vocabulary", pairs.known)
+    words = ("translate", "run", "pope tibofear ga", "ripoenl", "--beams", 1)
+    found = json.loads(shoestring(*words, "--json").out)
+    assert [row["source"] for row in found] == ["pope tibofear ga", "ripoenl"]
+    assert shoestring(*words).out.splitlines() == [row["translation"] for row in found]
+    kept = folder / "run" / "vocabulary" / "target.txt"
+    kept.write_text(kept.read_text().replace("dog", "god"))
+    assert shoestring(*words).code == 4
+
+
+def test_models_lists_what_is_built_in(shoestring):
+    rows = json.loads(shoestring("models", "--json").out)
+    assert {"wrn-28-2", "dynamicconv-iwslt"} <= {row["name"] for row in rows}
+    assert all(f"{row['name']} " in shoestring("models").out for row in rows)
