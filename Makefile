@@ -51,7 +51,7 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install -q torch==2.13.0
 	$(BIN)/pip install -q "scikit-build-core>=0.10" "nanobind>=2.2" cmake ninja
-	$(BIN)/pip install -q --no-build-isolation -e ".[dev,plot,nlp]"
+	$(BIN)/pip install -q --no-build-isolation -e ".[dev,plot,nlp,integrations]"
 	touch $(READY)
 
 clean:

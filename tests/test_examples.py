@@ -41,6 +41,27 @@ def test_a_transformers_model_trains_under_a_plan_written_by_hand(capsys):
     assert float(peaks[1]) < float(peaks[0]) / 2
 
 
+def test_hugging_faces_trainer_learns_inside_a_budget():
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    lines = load("huggingface_trainer").main(steps=5)
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["mem/peak_bytes"] <= lines[-1]["mem/budget_bytes"] == 5_000_000
+
+
+def test_a_lightning_module_learns_inside_a_budget():
+    pytest.importorskip("lightning", reason="lightning is not installed: pip install lightning")
+    found = load("lightning_module").main(epochs=1)
+    assert found["train_loss"] < 2.0  # chance is 2.3
+    assert found["mem/peak_bytes"] <= found["mem/budget_bytes"] == 6_000_000
+
+
+def test_a_loop_of_accelerate_learns_with_a_plan():
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    losses = load("accelerate_loop").main(epochs=2)
+    assert losses[1] < losses[0] < 2.3
+
+
 def test_a_model_too_big_to_build_is_planned_on_meta():
     plan = load("too_big_to_build").main()
     assert plan.techniques() and plan.predicted_peak_bytes <= plan.budget_bytes == 80_000_000_000

@@ -12,7 +12,7 @@ SOURCE = ROOT / "src" / "shoestring"
 PUBLIC = (SOURCE / "__init__.py", SOURCE / "__main__.py")  # they have every name
 FILES = [path for path in sorted(SOURCE.rglob("*.py")) if path not in PUBLIC]
 PREDICTING = ("task", "kernels", "models", "step", "profiling", "passes", "techniques", "planning", "training")
-PUBLISHING = ("studies", "reporting", "cli")
+PUBLISHING = ("integrations", "studies", "reporting", "cli")
 
 
 @cache

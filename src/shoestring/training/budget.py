@@ -45,14 +45,14 @@ class Budget:
     def peak_bytes(self) -> int | None:
         return self.measured.peak_bytes if self.measured else None
 
-    def run(self, step: Callable[[], Tensor], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Tensor:
+    def run(self, step: Callable[[], Any], batch: Any, held: Callable[[], Iterable[Tensor]]) -> Any:
         """Runs a step -> its loss; raises OverBudget, before the weights change, if too much is predicted or seen."""
         self._foresee(batch)
         self.last_bytes = None
         if self.meter is None or not self._is_new(batch, sum(tensor.nbytes for tensor in held())):
             with listen(self._look):
                 return step()
-        losses: list[Tensor] = []
+        losses: list[Any] = []
         reading = self.meter(lambda: losses.append(step()), [*held(), *tensors(batch)])
         self.last_bytes = reading.peak_bytes
         if self.measured is None or reading.peak_bytes > self.measured.peak_bytes:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from ..errors import OverBudget, ShoestringError
@@ -23,9 +24,11 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
     unseen = max(0, used_bytes - profile(task, brief=True).peak_bytes)
     now = _present(task)
     items = _weighing(task, now)
-    peaks = {split: peak for split in _smaller(now) if (peak := _peak(task, split)) is not None}
+    peak_of = cache(lambda split: _peak(task, split))  # a trace each: the first that fits is the last that is made
     for left in (lambda size: 1.0, lambda size: size / now.size):
-        for split, peak in peaks.items():
+        for split in _smaller(now):
+            if (peak := peak_of(split)) is None:
+                continue
             if (expected := round(peak + unseen * left(split.size))) <= limit_bytes:
                 value = _resized(lean.plan.microbatch, split.size)
                 plan = lean.plan.with_(microbatch=value, predicted_peak_bytes=expected, predicted_bytes={})

@@ -179,9 +179,9 @@ def _lean(task: Task) -> LeanSettings:
     if type(task.optimizer) in BUILDERS:
         return LeanSettings(task.optimizer)
     groups = groups_of(task)
-    one_rule = len({group.rule for group in groups}) == 1
+    # Groups stay apart also if their rules are equal: a scheduler may have a learning rate for each.
     covers_all = sum(len(group.names) for group in groups) == len(list(trainable(task.model)))
-    return LeanSettings(groups[0].rule, groups=() if one_rule and covers_all else groups)
+    return LeanSettings(groups[0].rule, groups=() if len(groups) == 1 and covers_all else groups)
 
 
 def factored_form(kind: str, rule: Any) -> SM3 | Adafactor:
