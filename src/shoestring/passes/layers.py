@@ -8,9 +8,11 @@ from torch import Tensor
 
 from ..kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
 from ..kernels.linear import linear_forward, linear_input_gradient, linear_weight_gradient
+from .saved_tensors import samples_at_a_time
 from .widened import is_narrow
 
 Pair = tuple[Tensor, Tensor]
+PIECE_BYTES = 4 << 20  # PyTorch's input gradient of a strided convolution takes scratch of three maps of its samples
 
 
 class Layer:
@@ -62,6 +64,21 @@ class PlainConvolution(Convolution):
         return self._backward(grad, x, [False, True, False])[1]
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        if self._skips():  # PyTorch's takes scratch of three such maps
+            rows, columns = self.stride
+            full = grad.new_zeros(shape)
+            read = full[:, :, ::rows, ::columns]
+            read.copy_(self.reading().input_gradient(grad, read.shape))
+            return full
+        count = samples_at_a_time(shape, grad.dtype, PIECE_BYTES) if max(self.stride) > 1 else len(grad)
+        if count >= len(grad):
+            return self._input_gradient(grad, shape)
+        full = grad.new_empty(shape)
+        for part, out in zip(grad.split(count), full.split(count), strict=True):
+            out.copy_(self._input_gradient(part, out.shape))
+        return full
+
+    def _input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
         return self._backward(grad, grad.new_empty(1).expand(shape), [True, False, False])[0]  # only its shape is read
 
     def _backward(self, grad: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:

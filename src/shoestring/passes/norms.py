@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..kernels.norm import batch_norm_backward
 from .functions import take_stored, wanted
 from .saved_tensors import StoredInput, store
 
@@ -17,7 +18,7 @@ class PlainNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gamma: Any, beta: Any, call: dict[str, Any], kept: Any) -> Tensor:
         running = call["running_mean"], call["running_var"]
         y, mean, invstd = torch.native_batch_norm(x, gamma, beta, *running, True, call["momentum"], call["eps"])
-        ctx.kept, ctx.statistics, ctx.gamma, ctx.running, ctx.eps = kept, (mean, invstd), gamma, running, call["eps"]
+        ctx.kept, ctx.statistics, ctx.gamma = kept, (mean, invstd), gamma
         return y
 
     @staticmethod
@@ -26,8 +27,8 @@ class PlainNorm(torch.autograd.Function):
         kept, (mean, invstd) = take_stored(ctx), ctx.statistics
         if isinstance(kept, StoredInput):
             return *wanted(ctx, in_parts(grad, kept, mean, invstd, ctx.gamma)), None, None
-        settings = (*ctx.running, mean, invstd, True, ctx.eps, list(ctx.needs_input_grad[:3]))
-        return *torch.ops.aten.native_batch_norm_backward(grad, kept.take(), ctx.gamma, *settings), None, None
+        # Our own kernel, for PyTorch's takes a map of scratch: at the largest map, in a ResNet's stem, that is the peak.
+        return *wanted(ctx, batch_norm_backward(grad, kept.take(), mean, invstd, ctx.gamma)), None, None
 
 
 def in_parts(grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:

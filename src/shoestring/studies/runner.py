@@ -170,7 +170,7 @@ def _on_ray(store: Store, ids: list[str], workers: int, threads: int, nice: int,
         import ray
     except ImportError:
         raise ShoestringError(
-            "--engine ray needs Ray: install it with `pip install ray`, or use --engine local"
+            "--engine ray needs Ray: install it with `pip install ray` (the extra is called ray), or use --engine local"
         ) from None
     if not ray.is_initialized():
         ray.init(ignore_reinit_error=True, log_to_driver=False)
