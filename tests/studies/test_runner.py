@@ -128,3 +128,16 @@ def test_a_study_of_cosines_compares_gradients_in_a_brief_training(data, tmp_pat
     fine, rough = (row["quality"]["cosine"] for row in found["rows"])
     assert 1 >= fine > 0.999 > rough > 0
     assert found["claims"][0]["verdict"] == "confirmed"
+
+
+def test_on_ray_the_jobs_are_done_by_workers_of_its_cluster(study, data, tmp_path):
+    """A cluster on this machine: two workers claim the memory jobs of one store, and a failure does not stop them."""
+    ray = pytest.importorskip("ray", reason="Ray is optional: pip install 'shoestring[ray]'")
+    store = Store(tmp_path / "store")
+    jobs = [job for job in jobs_of(study, "small", data) if job["kind"] == "memory"]
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        run(store, jobs, workers=2, engine="ray", nice=0, root=data)
+    finally:
+        ray.shutdown()
+    assert [store.state(job) for job in jobs] == ["done", "done", "failed"]

@@ -267,3 +267,17 @@ def test_nothing_is_warned_of_in_a_plain_run():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         gradients(net(), Plan(activations="int4"))
+
+
+@pytest.mark.parametrize(
+    "kernel, stride, groups", [(1, (2, 2), 1), (1, (2, 1), 2), (3, (2, 2), 1), (3, (2, 3), 2), (5, (2, 2), 1)]
+)
+def test_a_strided_layers_input_gradient_in_pieces_is_pytorchs(monkeypatch, kernel, stride, groups):
+    monkeypatch.setattr("shoestring.passes.layers.PIECE_BYTES", 20_000)
+    x = torch.randn(6, 8, 15, 14, dtype=torch.float64, requires_grad=True)
+    weight, padding = torch.randn(4, 8 // groups, kernel, kernel, dtype=torch.float64), (kernel // 2, kernel // 2)
+    y = F.conv2d(x, weight, None, stride, padding, 1, groups)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    layer = PlainConvolution(weight, None, stride, padding, (1, 1), groups)
+    torch.testing.assert_close(layer.input_gradient(grad, x.shape), x.grad)

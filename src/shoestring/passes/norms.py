@@ -27,7 +27,7 @@ class PlainNorm(torch.autograd.Function):
         kept, (mean, invstd) = take_stored(ctx), ctx.statistics
         if isinstance(kept, StoredInput):
             return *wanted(ctx, in_parts(grad, kept, mean, invstd, ctx.gamma)), None, None
-        # Our own kernel, for PyTorch's takes a map of scratch: at the largest map, in a ResNet's stem, that is the peak.
+        # Our own kernel: PyTorch's takes a map of scratch, which in the stem of a ResNet would be the peak.
         return *wanted(ctx, batch_norm_backward(grad, kept.take(), mean, invstd, ctx.gamma)), None, None
 
 
