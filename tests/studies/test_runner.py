@@ -130,6 +130,7 @@ def test_a_study_of_cosines_compares_gradients_in_a_brief_training(data, tmp_pat
     assert found["claims"][0]["verdict"] == "confirmed"
 
 
+@pytest.mark.timeout(900)
 def test_on_ray_the_jobs_are_done_by_workers_of_its_cluster(study, data, tmp_path):
     """A cluster on this machine: two workers claim the memory jobs of one store, and a failure does not stop them."""
     ray = pytest.importorskip("ray", reason="Ray is optional: pip install 'shoestring[ray]'")
