@@ -158,9 +158,10 @@ def test_torchrun_restarts_a_killed_process_and_the_run_ends_with_the_same_bits(
         "    if os.environ.get('TORCHELASTIC_RESTART_COUNT') == '0' and 'update-0000000002' in str(a):\n"
         "        os.kill(os.getpid(), 9)\n    return _replace(*a)\nos.rename = os.replace = dying\n"
     )
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     (place / "run").rename(place / "whole")
     (place / "mine.py").write_text(killing + MODEL)
-    subprocess.run(command, check=True, capture_output=True)
+    told = subprocess.run(command, check=True, capture_output=True, timeout=120, text=True).stderr
+    assert "exitcode: -9" in told
     for name in ("log.jsonl", "saves/update-0000000004/model.safetensors", "saves/update-0000000004/manifest.json"):
         assert (place / "run" / name).read_bytes() == (place / "whole" / name).read_bytes()

@@ -193,7 +193,11 @@ def launched_as() -> Launched | None:
 
 def is_restarted() -> bool:
     """Whether torchrun has started this process again, after one of the run had died."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    return _attempt() != "0"
+
+
+def _attempt() -> str:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _join(launched: Launched) -> None:
@@ -204,7 +208,10 @@ def _join(launched: Launched) -> None:
             "they cannot meet: start them with torchrun, or unset RANK and WORLD_SIZE"
         )
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        store, rank, size = next(dist.rendezvous("env://"))
+        fresh = dist.PrefixStore(f"attempt {_attempt()}", store)  # torchrun's has the addresses of killed processes
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         words = " ".join(str(error).split())[:200]
