@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
+BUCKET = "bucket"  # the operation that gathers gradients for other processes: they move into its storage
+
 
 class Category(StrEnum):
     """What a storage is for. The order is the one in which reports stack them."""

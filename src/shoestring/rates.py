@@ -12,6 +12,7 @@ class Rates:
     bytes_per_second: float
     seconds_per_call: float
     disk_bytes_per_second: float = 5e8
+    link_bytes_per_second: float = 1e9  # between processes
 
     def seconds_per_byte(self, medium: str) -> float:
         """The time to recompute a byte of a tensor in memory, or to offload it to disk and read it back; "" is free."""

@@ -29,12 +29,9 @@ def load_job(args: argparse.Namespace) -> "Job":
 
 def shared_out(job: Any, devices: int) -> "Job":
     """The job as one of several processes has it: its example batch is the largest share of one."""
-    from ..training.processes import share_of
+    from ..training.processes import example_share
 
-    if devices == 1:
-        return job
-    share = share_of(job.task, job.task.batch, 0, devices)
-    return replace(job, task=job.task.with_(batch=share, devices=devices))
+    return job if devices == 1 else replace(job, task=example_share(job.task, devices))
 
 
 def _classification(args: argparse.Namespace) -> "Job":

@@ -5,11 +5,14 @@ import difflib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ShoestringError
 from ..techniques import WORDS
 from ..techniques.words import Word
+
+if TYPE_CHECKING:
+    from ..task import Task
 
 
 class WrongUsage(ShoestringError):
@@ -63,6 +66,21 @@ def _value_of(word: Word) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """--devices, for every command that predicts: the batch is shared by them, and the memory is that of each."""
+    most = "processes that share the batch, as under torchrun --nproc-per-node N (default: the WORLD_SIZE, or 1)"
+    parser.add_argument("--devices", type=whole_number(1, 10**6), metavar="N", help=most)
+
+
+def on_device(task: "Task", args: argparse.Namespace) -> "Task":
+    """A task as one of --devices N has it: its batch is the largest share."""
+    from ..distributed import launched_as
+    from ..training.processes import example_share
+
+    launched = launched_as()
+    return example_share(task, args.devices or (launched.size if launched else 1))
 
 
 def techniques_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +10,11 @@ from ..units import parse_bytes, share_of
 from .model import add_model, load_task, users_code
 from .options import (
     WrongUsage,
+    add_devices,
     add_techniques,
     command,
     given,
+    on_device,
     output_file,
     print_json,
     techniques_of,
@@ -41,6 +44,8 @@ def add(subparsers: Any) -> None:
     add_techniques(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    add_devices(parser)
+    add_bandwidth(parser)
     parser.add_argument("--explain", action="store_true", help="also what was left out, and why")
     parser.add_argument(
         "--rehearse", action="store_true", help="run one microbatch on a copy of the model before a plan is given"
@@ -103,6 +108,11 @@ def add_risk(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def add_bandwidth(parser: argparse.ArgumentParser) -> None:
+    words = "bytes per second between devices, for predicted times (default: measured under torchrun, or else 1GB)"
+    parser.add_argument("--bandwidth", type=parse_bytes, metavar="SIZE", help=words)
+
+
 def run(args: argparse.Namespace) -> int:
     if args.budget is None and techniques_of(args):
         raise WrongUsage("techniques are held to a budget: give --budget, or see `shoestring profile`")
@@ -124,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _task(args: argparse.Namespace) -> Any:
-    return load_task(args.model, given(args, "batch", "tokens"), device="meta")
+    return on_device(load_task(args.model, given(args, "batch", "tokens"), device="meta"), args)
 
 
 def _on_data(args: argparse.Namespace) -> "Plan":
@@ -132,7 +142,7 @@ def _on_data(args: argparse.Namespace) -> "Plan":
     from .job import RECIPE, load_job
 
     job = load_job(argparse.Namespace(**RECIPE | vars(args)))
-    return job.plan_in_tokens(make_plan(job.task, args, args.rehearse))
+    return job.plan_in_tokens(make_plan(on_device(job.task, args), args, args.rehearse))
 
 
 def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "Plan":
@@ -157,12 +167,13 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
             return calibrate(signatures, advance)
 
     known: Any = load_cache()
+    link = {"link_bytes_per_second": args.bandwidth} if getattr(args, "bandwidth", None) else {}
     with steps("planning") as tell:
         return plan(
             task,
             for_tensors(args),
             args.risk,
-            rates=device_rates(),
+            rates=replace(device_rates(), **link) if link else device_rates(),
             workspace=known,
             calibrate=calibrated,
             progress=tell,

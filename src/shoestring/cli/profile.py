@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ShoestringError
 from ..techniques.words import in_words
 from .model import add_model, is_builtin, load_task, users_code
-from .options import add_techniques, command, given, output_file, print_json, techniques_of, whole_number, write_text
+from .options import (
+    add_devices,
+    add_techniques,
+    command,
+    given,
+    on_device,
+    output_file,
+    print_json,
+    techniques_of,
+    whole_number,
+    write_text,
+)
 from .plan import add_risk, make_plan
 
 if TYPE_CHECKING:
@@ -31,6 +42,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down")
     parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    add_devices(parser)
     add_techniques(parser)
     parser.add_argument("--budget", metavar="SIZE", help="plan for this budget, or hold the named techniques to it")
     add_risk(parser)
@@ -80,12 +92,14 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    task = load_task(args.model, sizes, device="meta")
+    task = on_device(load_task(args.model, sizes, device="meta"), args)
     task = lean_task(task, make_plan(task, args) if args.budget else Plan(**techniques))
     with progress("calibrating the step's operators, once for this machine") as advance:
         result = profile(task, calibrate=not args.no_calibrate, progress=advance)
     data = result.to_json()
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
+    if task.devices > 1:
+        data["settings"]["devices"] = task.devices  # the memory is that of each
     return data, result.ledger
 
 

@@ -24,7 +24,7 @@ from .options import (
     whole_number,
     write_text,
 )
-from .plan import add_budget, add_counting, add_risk, for_tensors
+from .plan import add_bandwidth, add_budget, add_counting, add_risk, for_tensors
 from .recorded import kept, recall
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add(subparsers: Any) -> None:
     add_budget(parser)
     add_counting(parser)
     add_risk(parser)
+    add_bandwidth(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
     parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
@@ -90,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from .job import load_job, shared_out
 
     world = joined()
+    measured = args.bandwidth or world.bytes_per_second()
     with leaving_word(world), users_code(args.model or ""):
         folder = _folder(args, world)
         if args.resume:
@@ -100,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
             torch.set_num_threads(args.threads)
         base = rss_bytes()  # Python and torch, before there is a model
         job = agreed(world, lambda: shared_out(load_job(args), world.size))
-        plan = planned_by_first(world, partial(_plan, args, job, folder))
+        planning = argparse.Namespace(**vars(args) | {"bandwidth": measured})
+        plan = planned_by_first(world, partial(_plan, planning, job, folder))
         steps = {} if world.rank else _plain_step(job.task, plan)  # before its model is changed
         beside = Beside(kept(args, job), getattr(job, "pairs", None), steps, risk_of(job.task, plan), base)
         session = agreed(world, partial(job.build, plan))

@@ -57,6 +57,10 @@ class World:
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives tensors the values that they have in process 0."""
 
+    def bytes_per_second(self) -> float | None:
+        """How fast the processes add up: the bytes that each sends, over the time of the slowest; None if alone."""
+        return None
+
 
 def _nothing() -> None:
     pass
@@ -111,6 +115,16 @@ class Group(World):
             dist.broadcast(flat, 0)
         for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def bytes_per_second(self) -> float | None:
+        flat = torch.zeros(1 << 20, dtype=torch.uint8)
+        taken = []
+        for _ in range(3):
+            start = time.perf_counter()
+            with _losing():
+                dist.all_reduce(flat, group=self._texts)
+            taken.append(time.perf_counter() - start)
+        return 2 * (self.size - 1) / self.size * flat.nbytes / self.max([min(taken)])[0]
 
 
 class Pretended(World):

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ledger import Category, Entry, Ledger, Phase
+from ..ledger import BUCKET, Category, Entry, Ledger, Phase
 from ..profiling import Profile
 from ..techniques.technique import Effect
 
@@ -36,10 +36,11 @@ class Footprint:
         self._inputs = self._timeline(entries[Category.INPUT])
         self._update = self._timeline(brief)  # temporaries of an update
         self._moving = self._timeline(e for category in _MOVING for e in entries[category])
-        most_gradients = int(self._gradients.argmax())
+        own = [e for e in entries[Category.GRADIENT] if e.operation != BUCKET]  # buckets hold the same ones once more
+        most_gradients = int(self._timeline(own).argmax())
         self._lasting = {
             Category.MODEL: entries[Category.MODEL],
-            Category.GRADIENT: [e for e in entries[Category.GRADIENT] if e.alive_at(most_gradients)],
+            Category.GRADIENT: [e for e in own if e.alive_at(most_gradients)],
             Category.OPTIMIZER: [e for e in entries[Category.OPTIMIZER] if e.alive_at(start)],
         }
         self._totals: dict[tuple, tuple[int, int]] = {}
@@ -53,6 +54,10 @@ class Footprint:
         """Bytes of weights and optimizer state under these effects: whatever the batch, a step needs them."""
         return self._scaled(Category.MODEL, effects) + self._scaled(Category.OPTIMIZER, effects)
 
+    def gradients(self, effects: Sequence[Effect]) -> float:
+        """Bytes of all gradients under these effects."""
+        return self._scaled(Category.GRADIENT, effects)
+
     @property
     def moving(self) -> float:
         """The peak of the bytes that grow with the batch."""
@@ -61,9 +66,9 @@ class Footprint:
     def peak(self, effects: Sequence[Effect]) -> float:
         """Effects -> the estimated peak in bytes."""
         share = prod(effect.share for effect in effects)
-        lasting: Any = self._scaled(Category.GRADIENT, effects)  # accumulated over microbatches
+        lasting: Any = self.gradients(effects)  # accumulated over microbatches
         if share == 1 and lasting:
-            lasting = self._gradients * (lasting / self._scaled(Category.GRADIENT, ()))
+            lasting = self._gradients * (lasting / self.gradients(()))
         update = prod(effect.update for effect in effects) * self._update
         return float((self.fixed(effects) + lasting + update + self._inputs + share * self._moving).max())
 

@@ -26,7 +26,7 @@ from . import explain
 from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
-from .timing import seconds_of
+from .timing import seconds_of, sent_bytes
 from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, object_bytes
 
 UNLIMITED = 2**60
@@ -202,8 +202,10 @@ class Search:
         base = self.traces.base(key)
         if base is None:
             return None
-        density = min(effect.flops for effect in (*self.effects(option, key), Effect()))
-        return seconds_of(base.work, self.rates, self._pieces(option), density, lean=bool(key))
+        effects = self.effects(option, key)
+        density = min(effect.flops for effect in (*effects, Effect()))
+        sent = sent_bytes(base.footprint.gradients(effects), self.task.devices)
+        return seconds_of(base.work, self.rates, self._pieces(option), density, bool(key), sent)
 
     def effects(self, option: Option, key: Settings) -> list[Effect]:
         """The effects of an option's techniques that need no trace, on the base trace of `key`."""

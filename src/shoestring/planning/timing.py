@@ -2,10 +2,12 @@
 
     seconds = flops / flops_per_second + 3 born_bytes / bytes_per_second + calls seconds_per_call
               + 2 offloaded_bytes / disk_bytes_per_second
+              + 2 (devices - 1) / devices gradient_bytes / link_bytes_per_second
 
 A tensor is written once and read about twice; each that is born comes with some calls. Offloaded bytes are written and
-read back. The rates come from a calibration of about a second; only ratios of predictions are used, so that what all
-plans share cancels. benchmarks/predicted_time.py measures how accurate they are.
+read back. Processes that share a batch pass their gradients around a ring; what of that goes on during the backward
+pass is not taken off. The rates come from a calibration of about a second; only ratios of predictions are used, so that
+what all plans share cancels. benchmarks/predicted_time.py measures how accurate they are.
 """
 
 from typing import NamedTuple
@@ -34,9 +36,17 @@ def work_of(traced: Profile, offloaded_bytes: int = 0) -> Work:
     return Work(flops, sum(born), len(born), offloaded_bytes)
 
 
-def seconds_of(work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False) -> float:
-    """The predicted time of a step that runs in `pieces` and computes a share `density` of its FLOPs."""
+def sent_bytes(gradient_bytes: float, devices: int) -> float:
+    """What each of several processes sends to add up their gradients around a ring: nearly all of them, twice."""
+    return 2 * (devices - 1) / devices * gradient_bytes
+
+
+def seconds_of(
+    work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False, sent: float = 0.0
+) -> float:
+    """The predicted time of a step that runs in `pieces`, computes a share `density` of its FLOPs and sends bytes."""
     rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
     calls = pieces * work.calls * (LEAN_CALL if lean else 1.0)
     moved = work.born_bytes * rates.seconds_per_byte("memory") + work.offloaded_bytes * rates.seconds_per_byte("disk")
+    moved += sent / rates.link_bytes_per_second
     return density * work.flops / rate + moved + calls * rates.seconds_per_call

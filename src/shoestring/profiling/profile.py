@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..distributed import Pretended
-from ..ledger import Category, Ledger, Peak, Phase, sum_bytes
+from ..ledger import BUCKET, Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
 from ..signature import Bound, Signature
 from ..step import Stepper
@@ -160,7 +160,7 @@ def count_nodes(loss: Tensor) -> int:
 
 def _stepper(task: Task, tracer: Tracer) -> Stepper:
     """The stepper of a trace; if several processes share the batch, of one of them, with its buckets."""
-    world = Pretended(task.devices, lambda bucket: tracer.claim(bucket, Category.GRADIENT, ""))
+    world = Pretended(task.devices, lambda bucket: tracer.claim(bucket, Category.GRADIENT, "", BUCKET))
     return Stepper(_as_traced(task, tracer), world=world)
 
 

@@ -162,13 +162,14 @@ class Tracer(TorchDispatchMode):
 
         return forget
 
-    def claim(self, tensor: Tensor, category: Category, module: str) -> None:
+    def claim(self, tensor: Tensor, category: Category, module: str, operation: str = "") -> None:
         """Sets the category of the tensor's storage (a gradient, say) for its whole life, once."""
         for storage in _storages(tensor):
             if (number := self._numbers.get(storage._cdata)) is not None:
                 entry = self.ledger.entries[number]
                 if entry.category not in (Category.MODEL, Category.INPUT, category):
                     entry.category, entry.module = category, module
+                    entry.operation = operation or entry.operation
 
     # -- where we are ---------------------------------------------------------------------------------------
     def _current_phase(self) -> Phase:

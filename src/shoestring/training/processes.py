@@ -49,6 +49,23 @@ def share_of(task: Task, batch: Any, rank: int, size: int) -> Any:
     return cut(batch, slice(examples - end, examples - start), task.shared)
 
 
+def check_examples(examples: int, size: int) -> None:
+    """Refuses a batch that is smaller than the number of processes; the last of an epoch may be."""
+    if examples < size:
+        raise ShoestringError(
+            f"a batch of {examples} examples cannot be shared by {size} processes: use a larger batch, or fewer "
+            "processes"
+        )
+
+
+def example_share(task: Task, devices: int) -> Task:
+    """A task with a whole batch -> the same as one of several processes has it, with the largest share."""
+    if devices == 1:
+        return task
+    check_examples(counted(task.batch, task.shared)[1], devices)
+    return task.with_(batch=share_of(task, task.batch, 0, devices), devices=devices)
+
+
 def shared(data: Any, task: Task, world: World) -> Data:
     """Data of whole batches -> this process's part of it; refused if it differs between processes."""
     if world.size == 1:
@@ -57,11 +74,7 @@ def shared(data: Any, task: Task, world: World) -> Data:
     check_same(world, {"data": tensors(first)})
     parts = first if hasattr(data, "shared") else [first]
     examples = sum(counted(part, task.shared)[1] for part in parts)
-    if examples < world.size:
-        raise ShoestringError(
-            f"a batch of {examples} examples cannot be shared by {world.size} processes: use a larger batch, or fewer "
-            "processes"
-        )
+    check_examples(examples, world.size)
     if hasattr(data, "shared"):
         return data.shared(world.rank, world.size)
     return Shares(data, task, world.rank, world.size)
