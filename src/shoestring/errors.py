@@ -32,6 +32,12 @@ class OverBudget(ShoestringError):
     exit_code = 3
 
 
+class OutOfMemory(ShoestringError):
+    """The system had less memory than the run needed, whatever its budget."""
+
+    exit_code = 6
+
+
 class DamagedSave(ShoestringError):
     """A save whose bytes are not those that were written."""
 

@@ -88,6 +88,7 @@ class Stepper:
         self._changing: set = set()
         self._before: Buffers | None = None
         self._clip = math.inf  # of the update in progress alone, besides the task's
+        self._updating = False  # also after an error in the middle of it
         self._made: list[tuple[int, int]] = []  # the gradients as the last backward pass left them
 
     def step(self, batch: Any) -> Tensor:
@@ -310,8 +311,16 @@ class Stepper:
             )
         if self._skipping is not None:
             self._skipping.in_a_row = 0
-        self._driven.step_by(self._factor(unscale))
+        factor = self._factor(unscale)
+        self._updating = True
+        self._driven.step_by(factor)
+        self._updating = False
         return ""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a step broke off when some weights had been updated and others not."""
+        return self._updating or bool(getattr(self.optimizer, "in_the_middle", False))
 
     @property
     def in_backward(self) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import ShoestringError
+from ..exhaustion import is_exhaustion, out_of_memory
 from . import bench, doctor, evaluate, export, fidelity, models, plan, profile, report, study, train, translate
 from .options import Parser, WrongUsage, refuse_unknown
 
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if isinstance(error, ShoestringError):
             return _complain(str(error), error.exit_code)
+        if is_exhaustion(error):
+            found = out_of_memory(error, "this command", "free some, or give a smaller model, batch or --budget")
+            return _complain(str(found), found.exit_code)
         kind = type(error).__name__
         return _complain(f"unexpected {kind}: {error}; set SHOESTRING_TRACEBACK=1 to see where it arose", 1)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ShoestringError
 from ..techniques import WORDS
-from ..techniques.words import Word
+from ..techniques.words import Word, in_words
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -91,6 +91,16 @@ def techniques_of(args: argparse.Namespace) -> dict[str, Any]:
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Names of options -> those that were given, with their values."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
+def words_of(args: argparse.Namespace, **changes: Any) -> list[str]:
+    """A command's arguments -> its words again, with some of their values changed."""
+    words, values = [args.command, *([args.model] if args.model else [])], vars(args) | changes
+    for action in args.parser._actions:
+        value, name = values.get(action.dest), (action.option_strings or [""])[-1]
+        if name and value not in (None, False, action.default):
+            words += [name] if value is True else [name, in_words(value)]
+    return words
 
 
 def refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> NoReturn:

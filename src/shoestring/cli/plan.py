@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..units import parse_bytes, share_of
+from .budgets import AUTO, auto_budget
 from .model import add_model, load_task, users_code
 from .options import (
     WrongUsage,
@@ -25,7 +26,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-BUDGET = "memory for a step's tensors and Python objects, as in 7MB, 1.5GB, or 50%% of plain training's"
+BUDGET = "memory for a step's tensors and Python objects, as in 7MB, 1.5GB, 50%% of plain training's, or auto: what is left here"
 EXAMPLES = (
     "wrn-28-2 --batch 100",
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",
@@ -95,6 +96,8 @@ def for_tensors(args: argparse.Namespace) -> str | int | None:
 
 def budget(text: str) -> str:
     """An argument type: a size, or a share of what plain training needs; nonsense is refused before any work."""
+    if text == AUTO:
+        return text
     if share_of(text) is None and parse_bytes(text) < 1000 and text.strip().isdigit():
         raise WrongUsage(f"a budget of {text} is {parse_bytes(text)} bytes: write the unit, as in {text}MB")
     return text
@@ -114,6 +117,8 @@ def add_bandwidth(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.budget == AUTO:
+        args.budget = str(auto_budget(_told))
     if args.budget is None and techniques_of(args):
         raise WrongUsage("techniques are held to a budget: give --budget, or see `shoestring profile`")
     with users_code(args.model):

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from ..training.job import Job, Session
 
 # In the plan, or about one call of the command only.
-_NOT_KEPT = {"help", "json", "folder", "resume", "plan", "budget", "risk", "bandwidth", *(word.name for word in WORDS)}
+_ONCE = ("help", "json", "folder", "resume", "plan", "budget", "counting", "risk", "bandwidth", "supervise")
+_NOT_KEPT = {*_ONCE, *(word.name for word in WORDS)}
 
 
 def kept(args: argparse.Namespace, job: "Job") -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import OverBudget, ShoestringError
 from ..training.schedules import SCHEDULES, schedule
 from ..units import format_bytes, parse_bytes, share_of
+from .budgets import AUTO, auto_budget
 from .model import add_model, is_builtin, users_code
 from .options import (
     WrongUsage,
@@ -55,6 +56,8 @@ def add(subparsers: Any) -> None:
     add_bandwidth(parser)
     parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
     parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
+    supervise = "start again with less memory, from the last save, if the run is killed or gets none"
+    parser.add_argument("--supervise", action="store_true", help=supervise)
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
     add_techniques(parser)
     _add_run(parser)
@@ -83,15 +86,25 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.supervise:
+        from .supervise import supervise
+
+        return supervise(args, _folder_path(args), _say)
+    return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..distributed import agreed, joined, leaving_word
+    from ..distributed import agreed, by_first, joined, leaving_word
     from ..measuring.process import rss_bytes
     from ..planning.options import risk_of
     from .job import load_job, shared_out
 
     world = joined()
     measured = args.bandwidth or world.bytes_per_second()
+    if args.budget == AUTO:
+        args.budget = by_first(world, lambda: str(auto_budget(_say)))
     with leaving_word(world), users_code(args.model or ""):
         folder = _folder(args, world)
         if args.resume:
@@ -110,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         settings = job.settings | given(args, "label_smoothing")
         del job  # and its batch, which only predictions need
         limit = plan.budget_bytes if share_of(args.budget) else args.budget and parse_bytes(for_tensors(args) or 0)
-        lean = _predicted(session.lean, limit, steps, world)
+        lean = _predicted(session.lean, limit, steps, world, args.replan)
         answer, lines = _train(args, session._replace(lean=lean), settings, folder, beside, world)
     if world.rank == 0:
         print_json(answer) if args.json else print("\n".join(lines))
@@ -128,16 +141,19 @@ class Beside(NamedTuple):
     base_bytes: int
 
 
+def _folder_path(args: argparse.Namespace) -> Path:
+    if args.model is None and args.folder is None:
+        raise WrongUsage("name a MODEL to train, or the folder of a run to go on with, by --resume --run DIR")
+    return args.folder or Path("runs") / _folder_name(args.model)
+
+
 def _folder(args: argparse.Namespace, world: "World") -> "RunFolder":
     """The run's folder; refused before any work if it holds another run, or none to resume. A run that torchrun has
     started again is resumed."""
     from ..distributed import by_first
     from ..runs.folder import RunFolder
 
-    if args.model is None and args.folder is None:
-        raise WrongUsage("name a MODEL to train, or the folder of a run to go on with, by --resume --run DIR")
-    path = args.folder or Path("runs") / _folder_name(args.model)
-    folder = RunFolder(path, warn=_say if world.rank == 0 else lambda words: None)
+    folder = RunFolder(_folder_path(args), warn=_say if world.rank == 0 else lambda words: None)
     args.resume = bool(by_first(world, lambda: _checked(folder, args)))
     return folder
 
@@ -230,16 +246,18 @@ def _write_page(folder: "RunFolder") -> Path | None:
     return path
 
 
-def _predicted(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], world: "World") -> "LeanTask":
+def _predicted(
+    lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], world: "World", replan: bool
+) -> "LeanTask":
     """The lean task with its predicted memory in its plan; its step is added to `steps`."""
     from ..training.apply import LeanTask
 
-    plan = planned_by_first(world, lambda: _prediction(lean, budget_bytes, steps))
+    plan = planned_by_first(world, lambda: _prediction(lean, budget_bytes, steps, replan))
     return LeanTask(lean.task.with_(batch=None), plan)
 
 
-def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any]) -> "Plan":
-    """The plan with what it needs; refused if that is over the budget."""
+def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], replan: bool) -> "Plan":
+    """The plan with what it needs; refused if that is over the budget, unless the run may be replanned."""
     from ..measuring import calibrated
     from ..profiling import profile
     from ..reporting.page import step_data
@@ -248,7 +266,7 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
     task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
     with progress("calibrating the step's operators, once for this machine") as advance:
         result = calibrated(lambda table: profile(task, table, brief=True), advance)
-    if limit is not None and result.peak_bytes > limit:
+    if limit is not None and result.peak_bytes > limit and not replan:
         raise OverBudget(
             f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
             f"{format_bytes(limit)}: add techniques (see `shoestring train --help`) or raise it"

@@ -6,6 +6,7 @@ that is killed at any moment and resumed ends with the same bits as one that was
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import is_dataclass
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 
 from ..distributed import ALONE, Lost, World, agreed, by_first, check_same, joined, leaving_word
-from ..errors import Diverged, OverBudget, ShoestringError
+from ..errors import Diverged, OutOfMemory, OverBudget, ShoestringError
+from ..exhaustion import is_exhaustion, out_of_memory, telling_of_exhaustion
 from ..planning.plan import Plan
 from ..profiling import profile
 from ..randomness import RandomState, seeded
@@ -44,6 +46,7 @@ from .recipe import Recipe
 from .replan import smaller_microbatches
 from .resumable import as_data
 
+LESS = 0.8  # of what a step needs, where the system has not that much
 Replan = Callable[[LeanTask, int], LeanTask]  # the lean task and the bytes that it took -> one that needs less
 
 
@@ -73,9 +76,9 @@ def train(
     run is saved, and `resume` continues it. Pass anything that changes in the run and is not part of the task in
     `stateful` (objects with state() and restore()) or `generators`; `settings` are further ones that must not change
     when the run is resumed. `meter` measures the first two updates and every one with a larger batch than before;
-    `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run;
-    with `replan` it continues from the same update with smaller microbatches of the same batch, or with what the
-    function given as `replan` returns. `command` is kept in the record, for those that come later. In several
+    `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run, and
+    so does a system that has less (`OutOfMemory`); with `replan` it continues from the same update with smaller
+    microbatches of the same batch, or with what the function given as `replan` returns. `command` is kept in the record, for those that come later. In several
     processes (torchrun) each is given the same data, of whole batches, and trains on its share of each; process 0
     writes the folder and calls the listeners.
     """
@@ -195,6 +198,8 @@ class Training:
             stack.enter_context(seeded(own_seed(self.recipe.seed, self.world.rank)))
             stack.enter_context(self.interrupts.heeded())
             self._begin(resume)
+            stack.enter_context(telling_of_exhaustion(lambda: f"update {self.update + 1:,}", self._then))
+            self._fit()
             while True:
                 self._agree_on_signals()
                 if self._evaluation_is_due():
@@ -206,6 +211,9 @@ class Training:
                 if self.update == self.length:
                     return self._finish()
                 self._advance()
+
+    def _then(self) -> str:
+        return f"{self._safe()}; go on with less by `{self.how_to_resume}` and --budget SIZE --replan"
 
     def _begin(self, resume: bool) -> None:
         for group in self.lean.stepper.optimizer.param_groups:
@@ -255,13 +263,19 @@ class Training:
         epoch, number = divmod(self.update, len(self.data))
         batch = self.data.read(epoch, number)
         lr = self._set_lr(self.recipe.schedule(self.update + 1))
-        began = time.monotonic()
+        began, found = time.monotonic(), None
         try:
             loss = float(self.budget.run(lambda: self.lean.step(batch), batch, self.lean.held))
         except OverBudget as error:
             return self._replan(error, batch)
         except Diverged as error:
             raise Diverged(f"{error}; update {self.update + 1:,}, learning rate {lr:g}; {self._safe()}") from error
+        except Exception as error:
+            if not is_exhaustion(error) or not self.replan or self.lean.stepper.is_torn or self.world.size > 1:
+                raise
+            found = out_of_memory(error, f"update {self.update + 1:,}", self._safe())
+        if found is not None:  # outside of the except: its traceback holds the step's tensors
+            return self._replan_exhausted(found, batch)
         self.update += 1
         self.skipped += bool(self.lean.stepper.skipped)
         seconds, skipped, scale = time.monotonic() - began, self.lean.stepper.skipped, self.lean.stepper.scale
@@ -325,6 +339,24 @@ class Training:
         if self.folder is not None:
             self.folder.write_plan(self.lean.plan)
             self.folder.write_record(self.record)
+
+    def _replan_exhausted(self, error: OutOfMemory, batch: Any) -> None:
+        """The system has less than the step needs: the same update again, in microbatches that need a fifth less."""
+        (self.folder.warn if self.folder else warnings.warn)(f"{error}; it is tried again in smaller microbatches")
+        needed = self._predicted_bytes(batch)
+        self.budget.used_bytes, self.budget.limit = needed, min(self.budget.limit or needed, round(LESS * needed))
+        try:
+            self._replan(OverBudget(str(error)), batch)
+        except OverBudget as none:
+            raise OutOfMemory(f"{error}; {none}") from none
+
+    def _fit(self) -> None:
+        """A plan that needs more than the budget of this run, as of one that is resumed in less, is changed at once."""
+        needed, limit = self.lean.plan.predicted_peak_bytes, self.budget.limit
+        if self.replan and needed is not None and limit is not None and needed > limit:
+            self.budget.used_bytes = needed
+            batch = self.data.read(*divmod(self.update, len(self.data)))
+            self._replan(OverBudget(f"the plan needs {needed:,} bytes, and the budget is {limit:,}"), batch)
 
     def _agree_on_signals(self) -> None:
         """A signal, or the time for a save, in one process is one in all."""

@@ -171,6 +171,11 @@ class LeanOptimizer(torch.optim.Optimizer):
                 "applied: leave out no-gradient, or do not checkpoint the layers that share it"
             )
 
+    @property
+    def in_the_middle(self) -> bool:
+        """Whether gradients were applied of a step that is not done."""
+        return bool(self._taken)
+
     def _broken(self) -> ShoestringError:
         return ShoestringError(
             f"a step failed after {len(self._taken)} gradients had been applied: weights and state are between "

@@ -1,0 +1,75 @@
+"""`train --supervise`: a run that is killed, or finds no memory, goes on with less from its last save."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+TASK = """
+    import os, signal, torch
+    from shoestring import SGD, Task
+
+    def loss(model, batch):
+        images, labels = batch
+        if type(images) is torch.Tensor and model.training and len(images) > {most} and {when}:
+            {dies}
+        return torch.nn.functional.cross_entropy(model(images), labels)
+
+    def task(batch=16):
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(4),
+                                    torch.nn.Flatten(), torch.nn.Linear(256, 10))
+        example = torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,))
+        return Task(model, loss, example, SGD(lr=0.1), microbatches=True)
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+NO_MEMORY = 'raise RuntimeError("DefaultCPUAllocator: can\'t allocate memory: you tried to allocate 99 bytes")'
+
+
+def train(tmp_path, dies, *words, most=4, when="True", batch="16"):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(TASK.format(dies=dies, most=most, when=when)))
+    command = [sys.executable, "-m", "shoestring", "train", f"{tmp_path}/mine.py:task", "--batch", batch, "--updates",
+               "4", "--save-every", "1", "--run", str(tmp_path / "run"), *words]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+
+
+def lines_of(tmp_path):
+    log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, log) if "loss" in line]
+
+
+@pytest.mark.parametrize(("dies", "told"), [(KILL, "was killed"), (NO_MEMORY, "ran out of memory")])
+def test_a_run_that_gets_too_little_memory_goes_on_from_its_last_save_with_the_same_batch(tmp_path, dies, told):
+    """It dies at its third update, as if another program had taken the memory, and again until it fits."""
+    marker = (
+        f"os.path.exists({str(tmp_path / 'run' / 'saves')!r}) and len(os.listdir({str(tmp_path / 'run' / 'saves')!r}))"
+    )
+    done = train(tmp_path, dies, "--supervise", "--checkpoint", "none", when=f"{marker} > 1")
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr and "goes on from its last save with a budget of" in done.stderr
+    assert [line["update"] for line in lines_of(tmp_path)] == [1, 2, 3, 4]
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert record["settings"]["techniques"]["microbatch"] <= 4 and record["settings"]["batch"] == 16
+    assert "Traceback" not in done.stderr
+
+
+def test_other_ends_are_passed_on_and_not_tried_again(tmp_path):
+    done = train(tmp_path, 'raise SystemExit("a bug of the user")', "--supervise")
+    assert done.returncode != 0 and "goes on" not in done.stderr and "starts again" not in done.stderr
+    wrong = train(tmp_path, KILL, "--supervise", "--data", "nowhere")
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+
+
+def test_a_run_for_which_nothing_is_small_enough_ends_with_the_reason(tmp_path):
+    done = train(tmp_path, KILL, "--supervise", most=0, batch="4")
+    assert done.returncode == 3 and "no smaller microbatch fits" in done.stderr.splitlines()[-1]
+
+
+def test_a_signal_for_the_parent_reaches_the_run_which_saves_and_stops(tmp_path):
+    sends = "os.kill(os.getppid(), signal.SIGTERM)"
+    done = train(tmp_path, sends, "--supervise", when="os.path.exists('run/saves')")
+    assert done.returncode == 128 + signal.SIGTERM and "--resume" in done.stderr
+    assert os.listdir(tmp_path / "run" / "saves")
