@@ -23,10 +23,16 @@ PUBLIC: dict[str, tuple[str, ...]] = {
     "shoestring.training.evaluate": ("Evaluation", "mean_loss"),
     "shoestring.training.schedules": ("schedule", "Constant", "Cosine", "InverseSqrt", "Steps"),
     "shoestring.runs.record": ("RunRecord",),
+    "shoestring.runs.start": ("start_from",),
     "shoestring.techniques.optimizer.factored": ("Adafactor", "SM3"),
     "shoestring.techniques.sparsity.conversion": ("convert_to_dense", "from_dense"),
     "shoestring.techniques.activations.codecs": ("CODECS", "Codec"),
     "shoestring.techniques.technique": ("Risk",),
+}
+# Public too, with a page each: what they inherit is their library's, and need not be installed.
+PAGES = {
+    "shoestring.integrations.huggingface": (("LeanTrainer", "LeanMixin"), "integrations/huggingface.md"),
+    "shoestring.integrations.lightning": (("Shoestring",), "integrations/lightning.md"),
 }
 INTRODUCTION = """\
 # API
@@ -36,7 +42,11 @@ version. Words that are our own are in the [glossary](glossary.md); commands hav
 
 
 def page() -> str:
-    return INTRODUCTION + "".join(section(module, names) for module, names in PUBLIC.items())
+    linked = [
+        f"- `{name}` of `{module}`: [{path}]({path})\n" for module, (names, path) in PAGES.items() for name in names
+    ]
+    sections = (section(module, names) for module, names in PUBLIC.items())
+    return INTRODUCTION + "".join(sections) + "\n## Integrations\n" + "".join(linked)
 
 
 def section(module: str, names: tuple[str, ...]) -> str:

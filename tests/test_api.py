@@ -22,7 +22,7 @@ def script():
     return module
 
 
-PUBLIC = script().PUBLIC
+PUBLIC = script().PUBLIC | {module: names for module, (names, _) in script().PAGES.items()}
 
 
 def is_public(name: str) -> bool:

@@ -26,7 +26,7 @@ from .options import (
 if TYPE_CHECKING:
     from ..planning.plan import Plan
 
-BUDGET = "memory for a step's tensors and Python objects, as in 7MB, 1.5GB, 50%% of plain training's, or auto: what is left here"
+BUDGET = "memory for a step's tensors and Python objects: 7MB, 1.5GB, 50%% of plain training's, auto (all that is left)"
 EXAMPLES = (
     "wrn-28-2 --batch 100",
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",

@@ -68,6 +68,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
     group.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="its folder (default: runs/MODEL)")
     group.add_argument("--resume", action="store_true", help="go on with the run in that folder, as it was started")
+    start = "start from these weights: safetensors, a state dict, or a folder of save_pretrained()"
+    group.add_argument("--from", dest="start", type=Path, metavar="FILE", help=start)
+    group.add_argument("--partial", action="store_true", help="of --from, take the weights that fit, and say which")
     group.add_argument("--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates")
     group.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard, in the folder")
 
@@ -86,6 +89,8 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.partial and not args.start:
+        raise WrongUsage("--partial says what to take of --from FILE: name that too")
     if args.supervise:
         from .supervise import supervise
 
@@ -120,7 +125,7 @@ def _run(args: argparse.Namespace) -> int:
         steps = {} if world.rank else _plain_step(job.task, plan)  # before its model is changed
         beside = Beside(kept(args, job), getattr(job, "pairs", None), steps, risk_of(job.task, plan), base)
         session = agreed(world, partial(job.build, plan))
-        settings = job.settings | given(args, "label_smoothing")
+        settings = job.settings | given(args, "label_smoothing") | _started(args, session.lean, folder.warn)
         del job  # and its batch, which only predictions need
         limit = plan.budget_bytes if share_of(args.budget) else args.budget and parse_bytes(for_tensors(args) or 0)
         lean = _predicted(session.lean, limit, steps, world, args.replan)
@@ -128,6 +133,19 @@ def _run(args: argparse.Namespace) -> int:
     if world.rank == 0:
         print_json(answer) if args.json else print("\n".join(lines))
     return 0
+
+
+def _started(args: argparse.Namespace, lean: "LeanTask", say: Callable[[str], None]) -> dict[str, Any]:
+    """Gives a new run the weights of --from -> the setting that it is; a resumed one has its own."""
+    from ..runs.start import start_from
+
+    if not args.start:
+        return {}
+    if not args.resume:
+        fit = start_from(lean.model, args.start, args.partial)
+        rest = "" if fit.is_whole else f"; {fit}"
+        say(f"{len(fit.common):,} tensors are those of {args.start}{rest}")
+    return {"from": str(args.start)}
 
 
 class Beside(NamedTuple):

@@ -78,9 +78,9 @@ def train(
     when the run is resumed. `meter` measures the first two updates and every one with a larger batch than before;
     `watch` gives the bytes in use at any moment. A step over `budget_bytes`, measured or predicted, stops the run, and
     so does a system that has less (`OutOfMemory`); with `replan` it continues from the same update with smaller
-    microbatches of the same batch, or with what the function given as `replan` returns. `command` is kept in the record, for those that come later. In several
-    processes (torchrun) each is given the same data, of whole batches, and trains on its share of each; process 0
-    writes the folder and calls the listeners.
+    microbatches of the same batch, or with what the function given as `replan` returns. `command` is kept in the
+    record, for those that come later. In several processes (torchrun) each is given the same data, of whole
+    batches, and trains on its share of each; process 0 writes the folder and calls the listeners.
     """
     lean = task if isinstance(task, LeanTask) else apply(task, Plan())
     world = joined()

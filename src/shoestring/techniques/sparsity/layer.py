@@ -120,6 +120,14 @@ class SparseLayer(Layer):
         self.bias = dense._parameters.get("bias")
 
     @torch.no_grad()
+    def take_largest(self, weight: Tensor) -> None:
+        """Takes the largest of a plain layer's weights: as many as the layer has values."""
+        flat = weight.detach().reshape(-1).to(self.values.dtype)
+        bits = nonzeros.largest(flat, self.values.numel(), self.never)
+        self.values.data = nonzeros.gather(flat, bits, self.values.numel())
+        self._set_index(bits)
+
+    @torch.no_grad()
     def rewire(self, pruned: int, grown: int, random: np.random.Generator) -> None:
         """Prunes that many of the smallest values, then grows zeros at random free positions."""
         before = self._bitmap()
