@@ -1,7 +1,7 @@
 """Explains a search: the reasons for a plan, its alternatives, what was left out, and why nothing fits."""
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import NoPlanFits
 from ..profiling import Profile
@@ -10,7 +10,7 @@ from ..techniques.technique import MEANING, Risk
 from ..techniques.words import in_words
 from ..units import format_bytes
 from .options import PLAIN, LeftOut, Option, Settings, words_for
-from .plan import Plan
+from .plan import Alternative, LeftOutRow, Plan
 from .traces import object_bytes
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def _warnings(search: "Search", settings: Settings) -> list[str]:
 
 
 # -- what else there is -------------------------------------------------------------------------------------------
-def alternatives(search: "Search", chosen: Option, levels: tuple[Risk, ...]) -> list[dict[str, Any]]:
+def alternatives(search: "Search", chosen: Option, levels: tuple[Risk, ...]) -> list[Alternative]:
     """The Pareto-optimal options in memory, time and risk, least memory first: of those that were traced, with the
     scratch of their operators, and a few more of these risks, which are marked `estimated`; and the chosen one."""
     estimated = [row for level in levels for row in _estimated(search, level)]
@@ -126,7 +126,7 @@ class Row(NamedTuple):
     settings: Settings
     objects: int
 
-    def to_json(self, chosen: Option) -> dict[str, Any]:
+    def to_json(self, chosen: Option) -> Alternative:
         return {
             "settings": dict(self.settings),
             "predicted_peak_bytes": self.needed - self.objects,
@@ -176,9 +176,9 @@ def _dominates(other: Row, row: Row) -> bool:
 
 
 # -- what was left out --------------------------------------------------------------------------------------------
-def grouped(left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+def grouped(left_out: Iterable[LeftOut]) -> list[LeftOutRow]:
     """Options that were left out -> one row per reason."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, LeftOutRow] = {}
     for one in left_out:
         row = rows.setdefault(one.reason, {"options": [], "reason": one.reason, "kind": one.kind})
         row["options"].append(str(one))

@@ -2,14 +2,35 @@
 
 import json
 from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from ..errors import ShoestringError
+from ..records import checked, read_object
 from ..techniques import WORDS
 from .shown import plan_html, plan_lines
 
 VERSION = 1
 _Techniques: Any = make_dataclass("_Techniques", [(word.name, Any, None) for word in WORDS], frozen=True)
+
+
+class Alternative(TypedDict):
+    """A row of the plan's table; `estimated` if it was not traced."""
+
+    settings: dict[str, Any]
+    predicted_peak_bytes: int
+    predicted_time_ratio: float
+    risk: str
+    object_bytes: NotRequired[int]
+    estimated: NotRequired[bool]
+    chosen: NotRequired[bool]
+
+
+class LeftOutRow(TypedDict):
+    """Options that the planner left out for the same reason."""
+
+    options: list[str]
+    reason: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -28,8 +49,8 @@ class Plan(_Techniques):
     object_bytes: int | None = None  # of the Python objects around tensors, for which a plan leaves room
     least_budget_bytes: int | None = None  # the smallest budget that works at the risk allowed, if it was looked for
     reasons: tuple[str, ...] = ()
-    alternatives: tuple[dict[str, Any], ...] = ()
-    left_out: tuple[dict[str, Any], ...] = ()  # options that the planner left out, by reason
+    alternatives: tuple[Alternative, ...] = ()
+    left_out: tuple[LeftOutRow, ...] = ()  # options that the planner left out, by reason
 
     def __post_init__(self) -> None:
         for word in WORDS:
@@ -56,9 +77,9 @@ class Plan(_Techniques):
     def from_json(cls, text: str) -> "Plan":
         """The text of a plan file -> the plan; a damaged one, or one of another version, is refused."""
         try:
-            record = json.loads(text)
+            record = read_object(text)
             version = record.pop("version")
-        except (ValueError, AttributeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError) as error:
             raise ShoestringError("this is not a plan file: make one with `shoestring plan --output FILE`") from error
         if version != VERSION:
             raise ShoestringError(f"the plan has version {version}, this Shoestring reads {VERSION}: plan again")
@@ -68,8 +89,7 @@ class Plan(_Techniques):
             raise ShoestringError(
                 f"the plan has a field {unknown[0]!r} that does not exist (techniques: {words}): plan again"
             )
-        record = {name: value for name, value in record.items() if name in known}
-        record["reasons"] = tuple(record.get("reasons", ()))
-        record["alternatives"] = tuple(record.get("alternatives", ()))
-        record["left_out"] = tuple(record.get("left_out", ()))
-        return cls(**record)
+        try:
+            return cls(**checked(cls, record))
+        except ValueError as error:
+            raise ShoestringError(f"the plan file is damaged: {error}; plan again") from error

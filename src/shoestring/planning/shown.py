@@ -4,13 +4,13 @@ import html
 import shlex
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..techniques.words import described, in_words
 from ..units import format_bytes
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Alternative, Plan
 
 TITLE = "Trade-offs found (memory against time); * = chosen, ~ = estimated"
 HEADERS = ("needs", "time", "risk", "techniques")
@@ -49,7 +49,7 @@ def cost(plan: "Plan") -> str:
     return tensors + budget + time
 
 
-def cells(row: dict[str, Any]) -> tuple[str, str, str, str]:
+def cells(row: "Alternative") -> tuple[str, str, str, str]:
     """An alternative -> what the table says of it."""
     mark = "*" if row.get("chosen") else "~" if row.get("estimated") else ""
     needs = format_bytes(row["predicted_peak_bytes"] + row.get("object_bytes", 0))

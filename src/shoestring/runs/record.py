@@ -3,7 +3,7 @@
 import json
 import os
 import platform
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ShoestringError
+from ..records import checked, read_object
 
 VERSION = 1
 
@@ -58,12 +59,11 @@ class RunRecord:
 def read_record(path: Path) -> RunRecord:
     """`record.json` -> the record; refuses what is damaged or of another version."""
     try:
-        record = json.loads(path.read_bytes())
+        record = read_object(path.read_bytes())
         version = record.pop("version")
-        known = {f.name for f in fields(RunRecord)}
         if version == VERSION:
-            return RunRecord(**{name: value for name, value in record.items() if name in known})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return RunRecord(**checked(RunRecord, record))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShoestringError(f"{path} is not the record of a run ({error}): choose another folder") from error
     raise ShoestringError(f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it")
 

@@ -40,12 +40,18 @@ class Kind:
         return tuple(value) if isinstance(value, list) else value
 
 
+MOST = 2**63  # a larger number has no meaning in any setting
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    number: Any = value
+    return -MOST < number < MOST  # which NaN is not
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    return isinstance(value, Integral) and _is_number(value)
 
 
 def _are_names(value: Any) -> bool:
