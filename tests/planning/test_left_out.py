@@ -66,7 +66,7 @@ def test_a_technique_that_fails_on_a_model_does_not_end_the_search(model, share)
     try:
         found = plan(task, round(share * profile(task).peak_bytes), "approximate", RATES, warn=lambda line: None)
     except NoPlanFits as error:
-        assert "the smallest peak is" in str(error)
+        assert "the least that works is" in str(error)
     else:
         assert found.predicted_peak_bytes <= share * profile(task).peak_bytes
 
