@@ -6,7 +6,7 @@ statistics, small ones, and any that an earlier step was seen to change in place
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +54,9 @@ def statistics_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    """The values of a gradient; an embedding's may be sparse."""
-    return gradient._values() if gradient.is_sparse else gradient
+    """The values of a gradient that this process holds; an embedding's may be sparse, and FSDP2's is a shard."""
+    local: Any = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local._values() if local.is_sparse else local
 
 
 def is_statistic(buffer: "Buffer") -> bool:

@@ -178,6 +178,7 @@ class Stepper:
 
     def _accumulate(self, weighed: Sequence[tuple[Any, float]], share: float) -> Tensor:
         """Runs the passes of microbatches -> the sum of their weighted losses; NaN where the update is skipped."""
+        self._together.check_passes(len(weighed))
         if not self.is_open:
             self.begin(len(weighed), share)
             self.skipped, self.microbatch = "", weighed[0][0] if weighed else None
@@ -284,6 +285,7 @@ class Stepper:
                 loss = self.task.loss_of(self.task.model, piece)
                 check_loss(loss)
                 check_finite(loss, self.updates, narrow=self.scale is not None)
+                weight *= self._together.factor
                 if weight != 1:
                     loss = loss * weight
                 scaled = self._scaled(loss)
@@ -299,7 +301,7 @@ class Stepper:
 
     def update(self) -> str:
         """Updates the weights -> ""; or why the step is skipped, if the gradients overflowed at this loss scale."""
-        bad, unscale = first_not_finite(self.task.model), 1.0
+        bad, unscale = self._together.overflow(first_not_finite(self.task.model)), 1.0
         if self.scale is not None:
             unscale = 1 / self.scale.value
             if not self.scale.accepts(bad):

@@ -9,6 +9,7 @@ digests.py     what must be the same in all of them, compared by hashes
 from .agreement import agreed, by_first, leaving_word
 from .digests import check_same, digest
 from .reduction import Together, together
+from .sharding import is_sharded, refuse_unsharded, shard
 from .world import ALONE, Lost, Pretended, World, is_restarted, joined, launched_as, speaks
 
 __all__ = [
@@ -22,9 +23,12 @@ __all__ = [
     "check_same",
     "digest",
     "is_restarted",
+    "is_sharded",
     "joined",
     "launched_as",
     "leaving_word",
+    "refuse_unsharded",
+    "shard",
     "speaks",
     "together",
 ]

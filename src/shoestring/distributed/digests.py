@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ShoestringError
+from .sharding import is_sharded
 from .world import World
 
 CURES = {
@@ -62,7 +63,7 @@ def _feed(sha: Any, value: Any) -> None:
 
 def _feed_values(sha: Any, tensor: Tensor, most: int = 1 << 20) -> None:
     """At most so many values are copied at a time."""
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+    if is_sharded(tensor) or tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return
     dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     flat = torch.as_strided(tensor, (tensor.numel(),), (1,)) if dense else tensor.reshape(-1)

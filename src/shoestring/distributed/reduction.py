@@ -20,6 +20,7 @@ from ..errors import ShoestringError
 from ..finite import Buffers, is_statistic
 from .agreement import raise_together
 from .digests import check_same
+from .sharding import is_sharded
 from .world import World
 
 T = TypeVar("T")
@@ -28,6 +29,8 @@ BUCKET_BYTES = 1 << 18
 
 class Together:
     """One process alone: its share is the batch, and its errors are its own."""
+
+    factor = 1  # of each loss, besides its weight
 
     def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
         """What each process does before a step, and the items that it finds -> its result, and the items of all."""
@@ -50,9 +53,18 @@ class Together:
     def check_same(self) -> None:
         """Raises if the model is no longer the same in all processes."""
 
+    def check_passes(self, count: int) -> None:
+        """Raises if this process cannot run so many microbatches."""
+
+    def overflow(self, found: str | None) -> str | None:
+        """What one process found not to be finite, or None -> what any of them found."""
+        return found
+
 
 def together(world: World, model: nn.Module) -> Together:
-    return Together() if world.size == 1 else Reduction(world, model)
+    if world.size == 1:
+        return Together()
+    return (Sharded if any(map(is_sharded, model.parameters())) else Reduction)(world, model)
 
 
 class Reduction(Together):
@@ -140,7 +152,7 @@ class Reduction(Together):
             if not anyone:
                 parameter.grad = None
         self._share_buffers(before, told[len(parameters) :])
-        return [torch.tensor(loss, dtype=losses[0].dtype if losses else torch.float32)]
+        return [torch.tensor(loss / self.factor, dtype=losses[0].dtype if losses else torch.float32)]
 
     def fail(self, before: Buffers, error: Exception) -> None:
         self._settled([parameter for bucket in self.buckets for parameter in bucket], before, 0.0, error)
@@ -181,11 +193,34 @@ class Reduction(Together):
         check_same(self.world, {"rewired model": self.model})
 
 
+class Sharded(Reduction):
+    """Several processes, among which FSDP2 has sharded parameters: it reduces their gradients itself."""
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        super().__init__(world, model)
+        self.factor = world.size  # it divides by this
+
+    def check_passes(self, count: int) -> None:
+        """All processes gather parameters in every pass, so all must run as many."""
+        most, least = self.world.max([count, -count])
+        if most != -least or not most:
+            raise ShoestringError(
+                f"the processes have {-least:.0f} to {most:.0f} microbatches, and with sharded parameters each must "
+                "have as many, and at least one: give them equal shares"
+            )
+
+    def overflow(self, found: str | None) -> str | None:
+        return (found or "a gradient in another process") if self.world.max([found is not None])[0] else None
+
+    def check_same(self) -> None:
+        """Each process has shards of its own."""
+
+
 def buckets(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """A model -> its trainable parameters in buckets of one type, in about the order in which gradients are made."""
     filling: dict[tuple, list[nn.Parameter]] = {}
     for name, parameter in reversed(list(model.named_parameters())):
-        if not parameter.requires_grad:
+        if not parameter.requires_grad or is_sharded(parameter):
             continue
         if parameter.layout != torch.strided:
             raise ShoestringError(f"{name} is {parameter.layout}, which several processes cannot add up: make it dense")

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from ..distributed import is_sharded
 from ..errors import ShoestringError
 from ..fakes import Faker, faked
 from ..structure import tensors
@@ -50,6 +51,7 @@ def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]
     """The model on fake tensors -> fakes of these structures. Tensors of the model or the batch that are not learned
     have their values beside them in the tracer."""
     _refuse_compiled(task)
+    _refuse_sharded(task)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     faker = Faker(mode, _device(task))
     fakes = [faker.tree(tree) for tree in trees]
@@ -71,6 +73,11 @@ def _refuse_compiled(task: Task) -> None:
                 f"{path or 'the model'} ({type(module).__name__}) is under torch.compile, inside which nothing can be "
                 "followed: leave out compile, or pass the module that it was made from (its _orig_mod)"
             )
+
+
+def _refuse_sharded(task: Task) -> None:
+    if any(map(is_sharded, task.model.parameters())):
+        raise ShoestringError("a sharded model cannot be traced: profile it, and apply plans, before it is sharded")
 
 
 def _is_compiled(function: Any) -> bool:

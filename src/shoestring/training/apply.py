@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed import check_same, joined
+from ..distributed import check_same, is_sharded, joined, refuse_unsharded, shard
 from ..errors import ShoestringError
 from ..planning.plan import Plan
 from ..runs.record import describe
@@ -55,11 +55,21 @@ class LeanTask:
                 f"{world.size} processes train, and the plan was applied for {task.devices}: initialise the process "
                 "group before apply()"
             )
+        if any(map(is_sharded, task.model.parameters())):
+            refuse_unsharded(task.settings)
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in task.model.named_parameters()}
         items = str(task.items) if is_dataclass(task.items) else describe(task.items)
         plan = {"settings": task.settings, "optimizer": describe(task.optimizer), "items": items}
         check_same(world, {"plan": plan, "model": shapes, "weights": task.model})
         return Stepper(task, world=world)
+
+    def shard(self) -> None:
+        """Shards parameters, gradients and optimizer state over all processes by FSDP2, before the first step: each
+        block of the model's ModuleLists and Sequentials, then the rest. With checkpointing and microbatches alone."""
+        if self._stepper is not None or self.task.devices == 1:
+            why = "it has been stepped already" if self._stepper is not None else "there is one process alone"
+            raise ShoestringError(f"the model cannot be sharded, because {why}: shard it before, under torchrun")
+        shard(self.model, self.task.settings)
 
     def continued_as(self, task: Task, plan: Plan) -> "LeanTask":
         """The same model and optimizer under another task and plan, in the middle of a run."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..distributed import ALONE, Lost, World, agreed, by_first, check_same, joined, leaving_word
+from ..distributed import ALONE, Lost, World, agreed, by_first, check_same, is_sharded, joined, leaving_word
 from ..errors import Diverged, OutOfMemory, OverBudget, ShoestringError
 from ..exhaustion import is_exhaustion, out_of_memory, telling_of_exhaustion
 from ..planning.plan import Plan
@@ -90,6 +90,11 @@ def train(
     how = Recipe(**recipe)
     if replan and world.size > 1:
         raise ShoestringError(f"a run of {world.size} processes is not replanned: plan it for less memory, and resume")
+    if any(map(is_sharded, lean.model.parameters())):
+        raise ShoestringError(
+            "a sharded model is not trained by train(), whose evaluations and saves are those of one process: call "
+            "lean.step(batch) in a loop of your own, and save with torch.distributed.checkpoint"
+        )
     check_same(world, {"seed": how.seed})
     whole = as_data(data, how.seed, how.updates)
     further = dict(settings or {}) | {"remembers": sorted([*(stateful or ()), *(generators or ())])}
