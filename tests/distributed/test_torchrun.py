@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
 import torch
 from layouts import write_cifar_binary
+from processes import run_in
 from test_killed_processes import ended
 
 from shoestring import ShoestringError
@@ -165,3 +167,20 @@ def test_torchrun_restarts_a_killed_process_and_the_run_ends_with_the_same_bits(
     assert "exitcode: -9" in told
     for name in ("log.jsonl", "saves/update-0000000004/model.safetensors", "saves/update-0000000004/manifest.json"):
         assert (place / "run" / name).read_bytes() == (place / "whole" / name).read_bytes()
+
+
+def the_example():
+    spec = spec_from_file_location("several", Path(__file__).parents[2] / "examples" / "several_processes.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if torch.distributed.is_initialized():
+        module.rank, module.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return module.main(updates=10)
+
+
+def test_the_example_trains_to_the_same_losses_in_any_number_of_processes():
+    alone = the_example()
+    assert alone[-1] < 0.9 * alone[0]
+    for size in (2, 3):
+        for losses in run_in(size, the_example):
+            assert losses == pytest.approx(alone, rel=1e-4)
