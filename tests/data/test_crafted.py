@@ -177,6 +177,18 @@ def test_an_image_of_more_pixels_than_memory_should_hold_is_not_decoded(tmp_path
     assert "10000 x 7000 pixels" in in_time(train.read, np.array([0]))
 
 
+def test_an_image_that_cannot_be_decoded_smaller_is_held_to_50_megabytes(tmp_path):
+    """Of a PNG every pixel is decoded, of a JPEG no more than the crop needs."""
+    image = pytest.importorskip("PIL.Image").new("L", (5000, 5000))
+    for ending in ("png", "jpg"):
+        for split in ("train", "val"):
+            (tmp_path / ending / split / "cat").mkdir(parents=True)
+            image.save(tmp_path / ending / split / "cat" / f"a.{ending}")
+    png, jpeg = (open_folders(tmp_path / ending, 32)[0] for ending in ("png", "jpg"))
+    assert "5000 x 5000 pixels decoded at once" in in_time(png.read, np.array([0]))
+    assert jpeg.read(np.array([0]))[0].shape == (1, 3, 32, 32)
+
+
 def test_an_image_of_a_format_that_starts_other_programs_is_not_opened(tmp_path):
     image = image_folder(tmp_path)
     image.new("RGB", (8, 8)).save(tmp_path / "train" / "cat" / "a.png", format="EPS")

@@ -129,6 +129,24 @@ def test_only_the_saves_that_are_wanted_are_kept(saves):
     assert saves.updates() == [2, 4, 5]
 
 
+def test_an_old_save_that_cannot_be_removed_is_told_and_tried_again(tmp_path, monkeypatch):
+    told: list[str] = []
+    saves = Saves(tmp_path / "saves", told.append)
+    for update in (1, 2):
+        saves.write(update, "", {})
+    with monkeypatch.context() as failing:
+        failing.setattr("shoestring.runs.save.shutil.rmtree", failing_removal)
+        saves.keep({2})
+    assert "could not be removed (Input/output error): the newer saves are whole" in told[0]
+    assert saves.newest().update == 2
+    saves.keep({2})
+    assert [path.name for path in saves.folder.iterdir()] == [saves.path(2).name]
+
+
+def failing_removal(path, ignore_errors=False):
+    raise OSError(errno.EIO, "Input/output error")
+
+
 def test_what_a_killed_process_left_is_no_save_and_is_swept_away(saves):
     saves.write(1, "", {})
     for name in (".writing-update-0000000002", ".removing-update-0000000000", ".replaced-update-0000000001"):

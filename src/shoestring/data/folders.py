@@ -19,7 +19,8 @@ MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 _ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # whatever the name says: Pillow runs programs for some other formats
-_MOST_PIXELS = 2**26  # in one image, which is decoded whole
+_MOST_PIXELS = 2**26  # in one file
+_MOST_DECODED = 2**24  # pixels that are decoded of it: 50 MB; of a JPEG, no more than the crop needs
 _TEST_NAMES = ("val", "validation", "test")
 
 
@@ -118,6 +119,8 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
             # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size: no more pixels than the crop needs.
             zoom = max(size / (right - left), size / (bottom - top))
             image.draft("RGB", (int(width * zoom), int(height * zoom)))
+            if image.size[0] * image.size[1] > _MOST_DECODED:
+                raise ValueError(f"{width} x {height} pixels decoded at once, and {_MOST_DECODED:,} is the limit")
             across, down = image.size[0] / width, image.size[1] / height
             box = (left * across, top * down, right * across, bottom * down)
             small = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)

@@ -101,15 +101,23 @@ class Saves:
     def sweep(self) -> None:
         """Removes what a killed run left half written or half removed."""
         for path in self.folder.glob(".*-update-*"):
-            shutil.rmtree(path)
+            self._remove(path)
 
     def keep(self, updates: Iterable[int | None]) -> None:
         """Removes all saves except these; each is hidden first, so that no partial save is ever visible."""
         self.sweep()
         for update in set(self.updates()) - set(updates):
-            gone = self.folder / f".removing-{self.path(update).name}"
-            self.path(update).rename(gone)
-            shutil.rmtree(gone)
+            self._remove(self.path(update), self.folder / f".removing-{self.path(update).name}")
+
+    def _remove(self, path: Path, hidden: Path | None = None) -> None:
+        """Removes a folder, hidden under another name first. What cannot be removed harms no save: it is told."""
+        try:
+            shutil.rmtree(path.rename(hidden) if hidden else path)
+        except OSError as error:
+            self.warn(
+                f"{path} could not be removed ({error.strerror}): the newer saves are whole, training goes on, and the "
+                "next save tries again"
+            )
 
     def newest(self) -> Save | None:
         """The newest undamaged save, checked to the last byte; None if none was ever made."""
