@@ -217,8 +217,8 @@ class Stepper:
             self.updates += 1
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
-            if self.told:
-                self._together.check_same()
+            if self.task.after_update:
+                self._together.check_same(bool(self.told))
         self.microbatch = None
         return lost
 

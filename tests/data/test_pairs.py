@@ -239,3 +239,14 @@ def test_languages_that_are_kept_encode_as_before_without_the_cache_and_damage_i
         with pytest.raises(DamagedSave, match="is damaged"):
             kept_languages(tmp_path / "kept")
         path.write_bytes(data)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_share_each_batch_and_leave_out_no_pair(little, processes):
+    whole = token_batches(little.train, 300, 100, seed=1)
+    parts = [whole.shared(process, processes) for process in range(processes)]
+    for number in range(len(whole)):
+        rows = [part.rows(0, number) for part in parts]
+        assert sorted(np.concatenate(rows)) == sorted(whole.rows(0, number))
+        for part, own in zip(parts, rows, strict=True):
+            assert sum(len(piece[0]) for piece in part.read(0, number)) == len(own)

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from kills import remains
 from processes import rank, run_in
 from small import Noise, right_answers, task
 
@@ -81,11 +82,6 @@ def runs(folder):
         lambda: train(lean("dense"), Noise(), run=f"{folder}/signal", epochs=3, listeners=[signalled], **HOW)
     )
     return seen
-
-
-def remains(folder):
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("record.json", ".lock"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture(scope="module")

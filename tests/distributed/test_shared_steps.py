@@ -190,6 +190,9 @@ def same_bits():
     torch.manual_seed(rank())
     seen["a hook that draws"] = raised(lambda: lean.step(share_of(lean.task.batch, rank())))
 
+    lean = apply(layers().with_(after_update=(lambda stepper: {"told": 1} if rank() == 1 else {},)), Plan())
+    seen["a hook of one process"] = float(lean.step(share_of(lean.task.batch, rank())))
+
     with torch.no_grad():
         different = layers()
         different.model[0].bias.add_(rank())
@@ -221,6 +224,7 @@ def test_all_processes_hold_the_same_bits():
     zero, one = run_in(2, same_bits)
     assert zero["rewired"] == one["rewired"] and zero["rewired"][0] > 0 and zero["rewired"][1]
     assert all(map(torch.equal, zero["bits"], one["bits"]))
+    assert zero["a hook of one process"] == one["a hook of one process"]
     for name, words in (
         ("a hook that draws", "the rewired model of process 1 is not that of process 0"),
         ("other weights", "the weights of process 1"),

@@ -195,12 +195,13 @@ class Server:
         self.process.stdin.flush()
 
 
+TIMED = ("record.json", "measures.jsonl", ".lock")
+
+
 def remains(folder: Path) -> dict[str, bytes]:
-    """All that a run left, but for its record, which tells the time."""
+    """All that a run left, but for its record and its measures, which tell the time."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in ("record.json", ".lock")
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in TIMED}
 
 
 def check(server: Server, setting: str, kills: int, folder: Path, seed: int) -> int:

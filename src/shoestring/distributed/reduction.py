@@ -50,8 +50,8 @@ class Together:
     def fail(self, before: Buffers, error: Exception) -> None:
         """Called instead of `finish` with what the step raised, before that goes on."""
 
-    def check_same(self) -> None:
-        """Raises if the model is no longer the same in all processes."""
+    def check_same(self, changed: bool) -> None:
+        """Raises if the model is no longer the same everywhere, where a hook in any process says that it acted."""
 
     def check_passes(self, count: int) -> None:
         """Raises if this process cannot run so many microbatches."""
@@ -189,8 +189,9 @@ class Reduction(Together):
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def check_same(self) -> None:
-        check_same(self.world, {"rewired model": self.model})
+    def check_same(self, changed: bool) -> None:
+        if self.world.max([changed])[0]:
+            check_same(self.world, {"rewired model": self.model})
 
 
 class Sharded(Reduction):
@@ -212,7 +213,7 @@ class Sharded(Reduction):
     def overflow(self, found: str | None) -> str | None:
         return (found or "a gradient in another process") if self.world.max([found is not None])[0] else None
 
-    def check_same(self) -> None:
+    def check_same(self, changed: bool) -> None:
         """Each process has shards of its own."""
 
 

@@ -115,7 +115,7 @@ class Adaptive:
 
     def __call__(self, stepper: "Stepper") -> dict[str, Any]:
         """After an update: measures errors, and chooses anew, if it is time to."""
-        if (stepper.updates - 1) % MEASURE_EVERY:
+        if (stepper.updates - 1) % MEASURE_EVERY or stepper.microbatch is None:  # a process may have had no share
             return {}
         found = self.measure(stepper)
         if not found:
