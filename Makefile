@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-cores test-slow test-zoo test-versions lint clean
+.PHONY: demo test test-cores test-slow test-zoo test-versions dist lint clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
@@ -41,6 +41,18 @@ test-versions:
 	  $$here/bin/python -m pytest $(QUICK) || exit 1; \
 	done
 
+# A wheel and an sdist in dist/, each installed into a new environment, where the doctor trains a tiny model.
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/pip install -q build
+	$(BIN)/python -m build --outdir dist .
+	for file in dist/*.whl dist/*.tar.gz; do \
+	  rm -rf build/clean && $(PYTHON) -m venv build/clean || exit 1; \
+	  build/clean/bin/pip install -q torch==2.13.0 || exit 1; \
+	  build/clean/bin/pip install -q "$$file" || exit 1; \
+	  (cd build && clean/bin/shoestring doctor && clean/bin/shoestring plan wrn-10-1 --batch 10 --budget 60%) || exit 1; \
+	done
+
 lint: $(READY)
 	$(BIN)/ruff check src tests benchmarks examples docs
 	$(BIN)/ruff format --check -q src tests benchmarks examples docs
@@ -55,4 +67,4 @@ $(READY): pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 	touch $(READY)
 
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist

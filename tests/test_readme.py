@@ -42,7 +42,7 @@ def test_the_plan_that_is_shown_needs_the_memory_that_is_shown():
     plan = shoestring.Plan(**{name: int(value) if value.isdigit() else value for name, value in flags})
     task = shoestring.builtin("wrn-28-2", batch=100, device="meta")
     predicted = shoestring.profile(shoestring.apply(task, plan).task, calibrate=False, brief=True).peak_bytes
-    assert predicted == pytest.approx(parse_bytes(re.search(r"predicted peak (\S+ MB)", shown)[1]), rel=0.05)
+    assert predicted == pytest.approx(parse_bytes(re.search(r"predicted (\S+ MB) of tensors", shown)[1]), rel=0.05)
 
 
 @pytest.mark.slow
@@ -50,7 +50,7 @@ def test_the_plan_that_is_shown_is_found_again(capsys):
     """Its times are those of a machine, and another may choose another plan: not one over the budget."""
     ((command, shown),) = [c for c in commands() if c[0].startswith("shoestring")]
     assert main(command.split()[1:]) == 0
-    peaks = [re.search(r"predicted peak (\S+ MB) of (\S+ MB)", page) for page in (shown, capsys.readouterr().out)]
+    peaks = [re.search(r"= (\S+ MB) of (\S+ MB),", page) for page in (shown, capsys.readouterr().out)]
     assert all(peak and parse_bytes(peak[1]) <= parse_bytes(peak[2]) == 8_000_000 for peak in peaks)
 
 
@@ -70,3 +70,12 @@ def test_every_command_of_the_command_line_is_named(capsys):
 def test_every_file_that_is_linked_is_there():
     links = re.findall(r"\]\((?!http)([^)#]+)\)", README)
     assert links and all((ROOT / link).exists() for link in links)
+
+
+def test_the_page_about_ones_own_loop_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "own_loop.md").read_text()
+    code = "".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "own_loop.py").write_text(code)
+    names = runpy.run_path(str(tmp_path / "own_loop.py"))
+    assert names["record"].finished and names["record"].best_quality < 2 and (tmp_path / "model.pt").exists()

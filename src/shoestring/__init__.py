@@ -104,6 +104,10 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
         return plan(task, budget, risk, **(known | how))
 
 
+def __dir__() -> list[str]:
+    return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'shoestring' has no attribute {name!r}")

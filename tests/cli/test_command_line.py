@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import shoestring as package
 from shoestring.cli import doctor
@@ -38,14 +39,14 @@ def test_the_version_is_the_packages(shoestring):
 def test_no_command_is_wrong_usage_that_lists_them(shoestring):
     answer = shoestring()
     assert answer.code == 2
-    commands = "profile, plan, train, bench, fidelity, study, report, doctor"
+    commands = "profile, plan, train, evaluate, translate, export, bench, fidelity, study, report, models, doctor"
     assert answer.complaint == f"name a command: {commands}; see `shoestring --help`"
 
 
 def test_an_unknown_command_is_named_with_the_choices(shoestring):
     answer = shoestring("profil")
     assert answer.code == 2
-    assert "'profil'" in answer.complaint and "'profile'" in answer.complaint
+    assert "'profil'" in answer.complaint and "did you mean profile?" in answer.complaint
 
 
 def test_an_unknown_option_is_named_with_the_one_that_was_meant(shoestring):
@@ -99,3 +100,40 @@ def test_a_reader_that_leaves_early_is_no_error(arguments):
     done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+@pytest.mark.parametrize("words, hint", [
+    (("profle",), "there is no command 'profle': did you mean profile?"),
+    (("evalute", "runs/a"), "did you mean evaluate?"),
+    (("xyz",), "there is no command 'xyz': There are profile, plan, train"),
+    (("profile", "wrn-10-1", "second"), "takes no further argument 'second'"),
+    (("profile", "wrn-27-2"), "try 28"),
+    (("profile", "resnet-18"), "did you mean resnet18?"),
+    (("profile", "nothing-like-it"), "use one of wrn-DEPTH-WIDTH"),
+    (("train", "wrn-10-1", "--epochs", "1", "--replan"), "--replan is about a budget"),
+    (("train", "wrn-10-1", "--epochs", "1", "--risk", "exact"), "--risk is about a budget"),
+])  # fmt: skip
+def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(shoestring, words, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    answer = shoestring(*words)
+    assert answer.code == 2 and hint in answer.complaint
+
+
+def test_the_error_of_a_users_own_code_is_shown_whole(shoestring, user):
+    model = user("def task():\n    raise RuntimeError('first line\\n\\tsecond line\\n\\tthird')")
+    assert "RuntimeError: first line second line third (line" in shoestring("profile", model).complaint
+
+
+def test_the_package_completes_in_a_notebook_and_what_it_gives_shows_itself():
+    import shoestring as package
+
+    assert set(package.__all__) <= set(dir(package))
+    task = package.Task(
+        torch.nn.Linear(2, 2), lambda model, batch: model(batch).mean(), torch.zeros(4, 2), package.SGD()
+    )
+    lean = package.apply(task, package.Plan(microbatch=2))
+    assert repr(lean) == "LeanTask(Linear: microbatch 2)"
+    lean.step(task.batch)
+    assert repr(lean) == "LeanTask(Linear: microbatch 2, 1 updates done)"
+    shown = package.profile(lean.task, calibrate=False)._repr_html_()
+    assert "<table>" in shown and "at the peak" in shown

@@ -1,9 +1,11 @@
 import json
 import sys
 
+import pytest
 import torch
 
 import shoestring as package
+from shoestring.cli import doctor
 from shoestring.errors import how_to_install
 from shoestring.kernels import core
 
@@ -63,3 +65,23 @@ def test_every_meter_says_whether_it_works_and_how(shoestring):
 def test_the_cache_folder_follows_the_environment(shoestring, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert json.loads(shoestring("doctor", "--json").out)["cache"] == str(tmp_path / "shoestring")
+
+
+def test_the_doctor_trains_a_tiny_model_and_says_what_it_needed(shoestring):
+    found = json.loads(shoestring("doctor", "--json").out)
+    assert found["healthy"] and found["trial"]["predicted_bytes"] == pytest.approx(
+        found["trial"]["measured_bytes"], rel=0.01
+    )
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("duplicate registrations"), None])
+def test_a_machine_on_which_a_step_fails_or_needs_something_else_is_not_healthy(shoestring, monkeypatch, failure):
+    def tried():
+        if failure:
+            raise failure
+        return 1000, 2000, "no technique"
+
+    monkeypatch.setattr(doctor, "_tried", tried)
+    answer = shoestring("doctor")
+    assert answer.code == 1
+    assert ("RuntimeError: duplicate registrations" if failure else "not what was predicted") in answer.out

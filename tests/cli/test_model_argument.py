@@ -98,7 +98,7 @@ def test_a_name_that_is_no_function(shoestring, user):
 def test_a_function_that_raises_is_told_with_its_message_and_line(shoestring, user):
     lines = "def task():\n    raise ValueError('no data here\\nsecond line')\n"
     complaint = refused(shoestring, user(lines))
-    assert complaint.endswith("raised ValueError: no data here (line 2 of mine.py)")
+    assert complaint.endswith("raised ValueError: no data here second line (line 2 of mine.py)")
 
 
 def test_an_error_deep_in_a_library_is_told_with_the_users_line(shoestring, user):

@@ -127,7 +127,7 @@ def test_a_budget_alone_is_planned_for_and_kept(train, tmp_path):
 
 
 def test_every_technique_has_its_word_on_the_command_line(train):
-    words = ("--precision", "bf16", "--optimizer", "8bit", "--microbatch", 2, "--replan")
+    words = ("--precision", "bf16", "--optimizer", "8bit", "--microbatch", 2, "--replan", "--budget", "1GB")
     answer = train("--epochs", 1, "--json", *words)
     assert answer.code == 0, answer.err
     found = json.loads(answer.out)["settings"]["techniques"]
@@ -192,7 +192,7 @@ def complaint(answer, code=2):
 def test_a_step_over_the_budget_is_refused_before_it_runs(train, tmp_path):
     assert "no plan of risk neutral fits 10.00 KB" in complaint(train("--epochs", 1, "--budget", "10KB"), code=3)
     words = complaint(train("--epochs", 1, "--budget", "10KB", "--microbatch", 2), code=3)
-    assert words.startswith("a step would need ") and "and the budget is 10.00 KB: add techniques" in words
+    assert words.startswith("a step would need ") and "and the budget is 10.00 KB: leave the techniques out" in words
     assert not (tmp_path / "runs").exists()
 
 
@@ -241,7 +241,7 @@ def test_a_mistake_is_told_in_one_line_and_nothing_is_left_behind(train, tmp_pat
     [
         ("few_classes", "the data has 10 classes and the model scores 3"),
         ("small_images", "do not fit into 8x8"),
-        ("vectors", "train it in Python with shoestring.train"),
+        ("vectors", "as in --data mine.py:batches"),
         ("absent", "has no function 'absent'"),
     ],
 )

@@ -54,7 +54,7 @@ def test_the_loss_falls_over_a_few_steps():
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.mark.parametrize("depth, nearest", [(27, 22), (4, 10), (99_999, 1000)])
+@pytest.mark.parametrize("depth, nearest", [(27, 28), (24, 22), (4, 10), (99_999, 1000)])
 def test_a_depth_that_is_not_6n_plus_4_is_refused(depth, nearest):
     with pytest.raises(ShoestringError, match=rf"depth {depth} .*6n\+4.*try {nearest}"):
         builtin(f"wrn-{depth}-2")

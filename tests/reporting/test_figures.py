@@ -1,8 +1,10 @@
 import importlib.util
+import re
+from xml.etree import ElementTree
 
 import pytest
 
-from shoestring.errors import ShoestringError
+from shoestring.errors import ShoestringError, how_to_install
 from shoestring.reporting.comparison import Comparison, comparison_table
 from shoestring.reporting.figures import beside_figure, comparison_figure, overlay_figure, profile_figure, require_plot
 
@@ -67,7 +69,7 @@ def test_a_folder_that_does_not_exist_is_told_in_one_line(tmp_path, data):
 
 def test_without_matplotlib_the_command_that_helps_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ShoestringError, match=r"pip install 'shoestring\[plot\]'"):
+    with pytest.raises(ShoestringError, match=re.escape(how_to_install("plot"))):
         require_plot()
 
 
@@ -86,3 +88,22 @@ def test_the_table_has_a_row_a_model_and_aligned_columns():
 
 def test_the_table_leaves_workspace_out_where_none_was_measured():
     assert "workspace" not in comparison_table(ROWS[:1])
+
+
+def test_an_svg_is_small_has_words_for_who_cannot_see_it_and_colours_for_a_dark_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    from shoestring import Plan, builtin
+    from shoestring.profiling import profile
+    from shoestring.training.apply import lean_task
+
+    task = builtin("wrn-10-1", batch=8, device="meta")
+    plain, lean = profile(task), profile(lean_task(task, Plan(microbatch=2)))
+    data = plain.to_json() | {"settings": {}, "budget_bytes": 5_000_000}
+    overlay_figure(tmp_path / "two.svg", plain.ledger, lean.ledger, title="One & two", budget_bytes=2_000_000)
+    profile_figure(tmp_path / "one.svg", data, plain.ledger)
+    for name, title, budget in (("two", "One &amp; two", "budget 2.00 MB"), ("one", "wrn-10-1", "budget 5.00 MB")):
+        text = (tmp_path / f"{name}.svg").read_text()
+        assert title in text.split("<title>")[1].split("</title>")[0] and "at " in text.split("<desc>")[1]
+        assert "prefers-color-scheme: dark" in text and budget in text and len(text) < 150_000
+        assert "allocations in their order (not time)" in text
+        ElementTree.fromstring(text)

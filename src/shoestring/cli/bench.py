@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, load_task, users_code
-from .options import add_techniques, command, given, print_json, techniques_of, whole_number
-from .plan import add_risk, make_plan
+from .options import WrongUsage, add_techniques, add_threads, command, given, print_json, techniques_of, whole_number
+from .plan import add_budget, add_risk, make_plan
 
 if TYPE_CHECKING:
     from ..planning.plan import Plan
@@ -24,10 +24,12 @@ def add(subparsers: Any) -> None:
     parser = command(subparsers, "bench", run, "measure the lean run beside plain PyTorch", EXAMPLES)
     add_model(parser)
     add_techniques(parser)
-    parser.add_argument("--budget", metavar="SIZE", help="plan for this budget, or hold the named techniques to it")
+    add_budget(parser, "; alone it is planned for, and named techniques are held to it")
     add_risk(parser)
-    parser.add_argument("--steps", type=whole_number(1, 1000), default=5, metavar="N", help="timed steps of each")
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
+    parser.add_argument(
+        "--steps", type=whole_number(1, 1000), default=5, metavar="N", help="timed steps of each (default: 5)"
+    )
+    add_threads(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,9 +53,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     sizes = given(args, "batch", "tokens")
     techniques = techniques_of(args)
+    if not args.budget and not techniques:
+        raise WrongUsage("there is nothing to compare: name techniques, as in --precision fp16, or a --budget")
     blank = load_task(args.model, sizes, device="meta")
     plan = make_plan(blank, args) if args.budget else Plan(**techniques)
-    tasks = {"baseline": (Plan(), blank), "lean": (plan, lean_task(blank, plan))}
+    changed = load_task(args.model, sizes, device="meta")  # one of its own: a user's model is changed in place
+    tasks = {"baseline": (Plan(), blank), "lean": (plan, lean_task(changed, plan))}
     rows = {name: {"settings": plan.techniques()} | predict(task) for name, (plan, task) in tasks.items()}
     for name, (plan, _) in tasks.items():
         rows[name]["measured_peak_bytes"] = measured_peak(load_task(args.model, sizes, device="meta"), plan)
@@ -61,7 +66,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         rows[name]["seconds_per_step"] = seconds
     plain, lean = rows["baseline"], rows["lean"]
     return {
-        "task": blank.name,
+        "task": blank.name or args.model,
         **rows,
         "memory_ratio": plain["measured_peak_bytes"] / lean["measured_peak_bytes"],
         "time_ratio": lean["seconds_per_step"] / plain["seconds_per_step"],
@@ -87,17 +92,28 @@ def build(task: "Task", plan: "Plan") -> "LeanTask":
     return lean
 
 
+MOST_STEPS = 40  # until FP16 has found its loss scale; it skips the updates before
+
+
 def measured_peak(task: "Task", plan: "Plan") -> int:
-    """The peak of building the model and two steps, the batch included, as the allocator meter reads it."""
+    """The peak of steps until two updates were made, model, optimizer and batch included, as the allocator meter reads
+    it: as a run is measured. Who built the model does not matter."""
+    from ..errors import Diverged
     from ..measuring.allocator import measure_allocator
     from ..structure import tensors
 
-    def two_steps() -> None:
-        lean = build(task, plan)
-        for _ in range(2):
-            lean.step(task.batch)
+    lean = build(task, plan)
 
-    return measure_allocator(two_steps, tensors(task.batch)).peak_bytes
+    def two_updates() -> None:
+        for _ in range(MOST_STEPS):
+            lean.step(task.batch)
+            if lean.stepper.updates == 2:
+                return
+        raise Diverged(
+            f"of {MOST_STEPS} updates the loss scale skipped all but {lean.stepper.updates}: use --precision bf16"
+        )
+
+    return measure_allocator(two_updates, [*lean.held(), *tensors(task.batch)]).peak_bytes
 
 
 def times(args: argparse.Namespace, sizes: dict, plans: list["Plan"], names: list[str]) -> dict[str, float]:
@@ -125,4 +141,5 @@ def show(data: dict[str, Any]) -> None:
         predicted, measured = format_bytes(row["predicted_peak_bytes"]), format_bytes(row["measured_peak_bytes"])
         print(f"{name:9} {words}")
         print(f"          predicted {predicted}, measured {measured}, {row['seconds_per_step']:.3f} s per step")
+    print("          (the tensors of a step: model, gradients, optimizer, activations and the batch, in both)")
     print(f"{data['memory_ratio']:.1f}x less memory, {data['time_ratio']:.2f}x the time")

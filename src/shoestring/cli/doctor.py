@@ -15,7 +15,8 @@ NOT_FOR_USERS = ("dev",)  # extras for developers
 
 
 def add(subparsers: Any) -> None:
-    command(subparsers, "doctor", run, "tell what is installed, what it can do here, and what is missing")
+    purpose = "tell what is installed, what it can do here, and what is missing; a tiny model is trained"
+    command(subparsers, "doctor", run, purpose, ("", "--json"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,9 +38,12 @@ def examine() -> dict[str, Any]:
     from ..measuring import available
 
     core = _core()
+    trial = _trial() if core["problem"] is None else {"problem": None, "words": "not tried"}
+    problems = [found["problem"] for found in (core, trial) if found["problem"]]
     return {
-        "healthy": core["problem"] is None,
-        "problems": [core["problem"]] if core["problem"] else [],
+        "healthy": not problems,
+        "problems": problems,
+        "trial": trial,
         "versions": {
             "shoestring": __version__,
             "python": platform.python_version(),
@@ -61,12 +65,52 @@ def _core() -> dict[str, Any]:
     try:
         from ..kernels import core
     except Exception as error:
-        mend = "install again with pip install --force-reinstall shoestring"
+        mend = "install again from a checkout with pip install --force-reinstall ."
         problem = f"the compiled core does not load: {error}; {mend}, or set SHOESTRING_CORE=torch"
         return {"name": None, "reason": str(error), "problem": problem}
     why = {"avx2": "this CPU has AVX2, FMA and F16C", "generic": "this CPU lacks AVX2, FMA or F16C"}
     reason = f"SHOESTRING_CORE={forced} says so" if forced else why[core.name]
     return {"name": core.name, "reason": reason, "problem": None}
+
+
+def _trial() -> dict[str, Any]:
+    """Profiles, plans and trains a tiny model: versions that import may still not work together."""
+    try:
+        predicted, measured, plan = _tried()
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        problem = f"a step does not run here: {type(error).__name__}: {lines[0]}; install the torch of pyproject.toml"
+        return {"problem": problem, "words": "failed"}
+    words = f"planned {plan}; a step was predicted to need {predicted:,} bytes and took {measured:,}"
+    wrong = abs(predicted - measured) > 0.01 * measured
+    doubt = "what a step needs is not what was predicted, so budgets may not be kept here" if wrong else None
+    return {"problem": doubt, "words": words, "predicted_bytes": predicted, "measured_bytes": measured}
+
+
+def _tried() -> tuple[int, int, str]:
+    """-> bytes of a tiny model's step, predicted and measured, under the plan made for it."""
+    import torch
+    from torch import nn
+
+    from ..measuring import calibrate, calibrated, measure_allocator
+    from ..planning.search import plan
+    from ..profiling import profile
+    from ..structure import tensors
+    from ..task import SGD, Task
+    from ..techniques.words import described
+    from ..training.apply import apply
+
+    with torch.random.fork_rng():
+        model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8))
+        batch = torch.randn(256, 64), torch.randint(8, (256,))
+    task = Task(
+        model, lambda model, pair: nn.functional.cross_entropy(model(pair[0]), pair[1]), batch, SGD(momentum=0.9)
+    )
+    chosen = plan(task, "95%", "exact", calibrate=calibrate)
+    lean = apply(task, chosen)
+    predicted = calibrated(lambda table: profile(lean.task, table, brief=True)).peak_bytes
+    reading = measure_allocator(lambda: [lean.step(batch) for _ in range(2)], [*lean.held(), *tensors(batch)])
+    return predicted, reading.peak_bytes, described(chosen.techniques().items()) or "no technique"
 
 
 def _onednn(build: str) -> str | None:
@@ -127,6 +171,7 @@ def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
     lines += [
         ("core", f"{core['name'] or 'none'}: {core['reason']}", core["problem"] is None),
         ("cpu", ", ".join([cpu["name"], f"{cpu['cores']} cores", *cpu["features"]]), True),
+        ("trial", health["trial"]["words"], health["trial"]["problem"] is None),
         ("threads", f"{health['threads']} used by torch, which runs {cpu['torch_uses']}", True),
     ]
     lines += [(f"meter {name}", meter["how"], meter["works"]) for name, meter in health["meters"].items()]

@@ -5,8 +5,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from .model import users_code
-from .options import command, print_json
-from .recorded import add_run, add_threads, opened, session_of
+from .options import add_threads, command, print_json
+from .recorded import add_run, opened, session_of
 
 EXAMPLES = (
     "runs/wrn-28-2",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
-from .model import is_builtin, load_task
+from .model import is_builtin, is_function, load_batches, load_task
 from .options import given
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def _translation(args: argparse.Namespace) -> "Job":
 
     _refuse(args, "batch", "is for images: use --tokens")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
-    pairs = open_pairs(args.data, known=getattr(args, "known", None))  # of the run, if there is one already
+    known = getattr(args, "known", None)  # of the run, if there is one already
+    pairs = open_pairs(args.data, vocabulary=getattr(args, "vocabulary", None) or 10_000, known=known)
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
     tokens = args.tokens or 4000
     task = _with_recipe(builtin(args.model, device="meta", tokens=tokens, **sizes), args)
@@ -73,17 +74,22 @@ def _tuned(job: Any, args: argparse.Namespace) -> "Job":
 
 
 def _users(args: argparse.Namespace) -> "Job":
-    """A user's task, if its batch is images and labels: this command can read no other data for it."""
+    """A user's task on data of theirs; or on images in a folder, if its batch is images and labels."""
     from ..data import open_images
-    from ..training.job import image_job, takes_images
+    from ..training.job import OwnJob, image_job, takes_images
 
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
     _refuse(args, "label_smoothing", "is for built-in models: smooth the labels in your loss")
     task = _with_recipe(load_task(args.model, given(args, "batch", "tokens")), args)
+    if is_function(args.data):
+        valid = getattr(args, "valid", None)
+        batches = load_batches(args.data, given(args, "batch", "tokens"))
+        judged = load_batches(valid, given(args, "batch", "tokens")) if valid else None
+        return OwnJob(task.with_(name=task.name or args.model), batches, judged, args.data, args.seed)
     if not takes_images(task):
         raise ShoestringError(
-            f"{args.model!r} does not train on images (n, channels, height, width) and labels (n), which is all "
-            "that this command has data for: train it in Python with shoestring.train(task, batches, epochs=...)"
+            f"{args.model!r} does not train on images (n, channels, height, width) and labels (n), which is what "
+            "folders are read for: name a function that returns your batches, as in --data mine.py:batches"
         )
     channels, size = task.batch[0].shape[1:3]
     images = open_images(args.data, channels=channels, size=size)

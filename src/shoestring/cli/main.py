@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` names -> its exit code; any error becomes one line on stderr."""
     try:
         code = _run(argv)
-        sys.stdout.flush()  # here, where a closed pipe is still caught
+        if sys.stdout is not None:  # it is None if it was closed before the start
+            sys.stdout.flush()  # here, where a closed pipe is still caught
         return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the exit flushes stdout once more

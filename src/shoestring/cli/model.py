@@ -25,8 +25,23 @@ def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """MODEL and its size, for every command that takes them."""
     parser.add_argument("model", metavar="MODEL", help=HELP, nargs="?" if optional else None)
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help="examples in a batch")
-    size.add_argument("--tokens", type=whole_number(1, 10**9), metavar="N", help="tokens in a batch")
+    batch, tokens = "examples in a batch (default: the model's, mostly 100)", "tokens in a batch (default: 4000)"
+    size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help=batch)
+    size.add_argument("--tokens", type=whole_number(1, 10**9), metavar="N", help=tokens)
+
+
+def is_function(text: str | None) -> bool:
+    """Whether an argument names a function, as in file.py:function, and not a folder."""
+    return text is not None and ":" in text and not Path(text).exists()
+
+
+def load_batches(text: str, sizes: dict[str, int]) -> Any:
+    """file.py:function that returns batches -> what it returns; it is given the sizes that it takes."""
+    place, _, name = text.rpartition(":")
+    with users_code(text):
+        function = _function(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name, place)
+        taken = inspect.signature(function).parameters
+        return function(**{size: value for size, value in sizes.items() if size in taken})
 
 
 def is_builtin(text: str) -> bool:
@@ -62,7 +77,7 @@ def users_code(text: str) -> Iterator[None]:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
         if not theirs:
             raise
-        told = " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
+        told = " ".join([f"{type(error).__name__}:", *map(str.strip, str(error).strip().splitlines())])
         where = f"line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}"
         raise ShoestringError(f"{text!r} raised {told} ({where})") from error
 

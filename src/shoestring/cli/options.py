@@ -3,6 +3,8 @@
 import argparse
 import difflib
 import json
+import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,6 +28,11 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            commands = [name.strip(" '") for name in wrong[2].split(",")]
+            close = difflib.get_close_matches(wrong[1], commands, n=1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            message = f"there is no command {wrong[1]!r}: {hint}There are {', '.join(commands)}"
         raise WrongUsage(f"{message}; see `{self.prog} --help`")
 
 
@@ -107,8 +114,10 @@ def refuse_unknown(unknown: Sequence[str], parser: argparse.ArgumentParser) -> N
     """Refuses arguments that `parser` does not know; suggests the closest option, or lists all."""
     known = [name for action in parser._actions for name in action.option_strings if name.startswith("--")]
     word = unknown[0].split("=")[0]
-    close = difflib.get_close_matches(word, known, n=1) or [", ".join(known)]
-    raise WrongUsage(f"`{parser.prog}` takes no {word!r}; did you mean {close[0]}?")
+    close = difflib.get_close_matches(word, known, n=1)
+    if not word.startswith("-"):
+        raise WrongUsage(f"`{parser.prog}` takes no further argument {word!r}; see `{parser.prog} --help`")
+    raise WrongUsage(f"`{parser.prog}` takes no {word!r}; did you mean {close[0] if close else ', '.join(known)}?")
 
 
 def whole_number(low: int, high: int) -> Callable[[str], int]:
@@ -149,12 +158,20 @@ def output_file(*suffixes: str) -> Callable[[str], Path]:
         path = Path(text)
         if path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(suffixes)}")
-        if path.is_dir() or not path.parent.is_dir():
-            reason = "it is a folder" if path.is_dir() else f"there is no folder {str(path.parent)!r}"
+        writable = os.access(path if path.exists() else path.parent, os.W_OK)
+        if path.is_dir() or not path.parent.is_dir() or not writable:
+            missing = f"there is no folder {str(path.parent)!r}"
+            reason = "it is a folder" if path.is_dir() else missing if not path.parent.is_dir() else "no permission"
             raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {reason}")
         return path
 
     return convert
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=whole_number(1, 1024), metavar="N", help="threads to use (default: all cores)"
+    )
 
 
 def write_text(path: Path, text: str) -> None:

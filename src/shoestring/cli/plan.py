@@ -13,13 +13,13 @@ from .options import (
     WrongUsage,
     add_devices,
     add_techniques,
+    add_threads,
     command,
     given,
     on_device,
     output_file,
     print_json,
     techniques_of,
-    whole_number,
     write_text,
 )
 
@@ -44,7 +44,7 @@ def add(subparsers: Any) -> None:
     add_risk(parser)
     add_techniques(parser)
     parser.add_argument("--output", type=output_file(".json"), metavar="FILE", help="write the plan, for train --plan")
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    add_threads(parser)
     add_devices(parser)
     add_bandwidth(parser)
     parser.add_argument("--explain", action="store_true", help="also what was left out, and why")

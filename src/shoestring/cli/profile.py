@@ -11,13 +11,13 @@ from .model import add_model, is_builtin, load_task, users_code
 from .options import (
     add_devices,
     add_techniques,
+    add_threads,
     command,
     given,
     on_device,
     output_file,
     print_json,
     techniques_of,
-    whole_number,
     write_text,
 )
 from .plan import add_risk, make_plan
@@ -37,11 +37,12 @@ def add(subparsers: Any) -> None:
     purpose = "tell where training memory goes, before anything runs"
     parser = command(subparsers, "profile", run, purpose, EXAMPLES)
     add_model(parser)
-    parser.add_argument("--rules", choices=("real", "paper"), default="real", help="what counts")
+    rules = "count as allocated (default), or as in the paper"
+    parser.add_argument("--rules", choices=("real", "paper"), default="real", help=rules)
     parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
     parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down")
     parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that will train")
+    add_threads(parser)
     add_devices(parser)
     add_techniques(parser)
     parser.add_argument("--budget", metavar="SIZE", help="plan for this budget, or hold the named techniques to it")

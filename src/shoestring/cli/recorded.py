@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ShoestringError
 from ..techniques import WORDS
 from .model import is_builtin
-from .options import whole_number
 
 if TYPE_CHECKING:
     from ..runs.folder import RunFolder
@@ -102,7 +101,3 @@ def session_of(args: argparse.Namespace, folder: "RunFolder") -> "Session":
     names = ("model", "data", "valid", "batch", "tokens")
     job = load_job(argparse.Namespace(**RECIPE | dict.fromkeys(names) | vars(args)))
     return job.build(read_plan(folder.plan_path, job.task))
-
-
-def add_threads(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads to use (default: all)")

@@ -17,6 +17,7 @@ from .model import add_model, is_builtin, users_code
 from .options import (
     WrongUsage,
     add_techniques,
+    add_threads,
     command,
     given,
     number,
@@ -46,7 +47,9 @@ EXAMPLES = (
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "train", run, "train inside a budget, and save as it goes", EXAMPLES)
     add_model(parser, optional=True)
-    parser.add_argument("--data", metavar="DIR", help="images or sentence pairs; without it, the embedded ones")
+    data = "a folder of images or sentence pairs (default: embedded ones), or file.py:function that returns batches"
+    parser.add_argument("--data", metavar="DIR", help=data)
+    parser.add_argument("--valid", metavar="FILE.py:FUNCTION", help="with such a function: batches to evaluate on")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=whole_number(1, 10**6), metavar="N", help="times through the data")
     length.add_argument("--updates", type=whole_number(1, 10**9), metavar="N", help="batches in all")
@@ -58,7 +61,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
     supervise = "start again with less memory, from the last save, if the run is killed or gets none"
     parser.add_argument("--supervise", action="store_true", help=supervise)
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
+    add_threads(parser)
     add_techniques(parser)
     _add_run(parser)
     _add_recipe(parser)
@@ -71,7 +74,9 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     start = "start from these weights: safetensors, a state dict, or a folder of save_pretrained()"
     group.add_argument("--from", dest="start", type=Path, metavar="FILE", help=start)
     group.add_argument("--partial", action="store_true", help="of --from, take the weights that fit, and say which")
-    group.add_argument("--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates")
+    group.add_argument(
+        "--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates (default: epochs only)"
+    )
     group.add_argument("--tensorboard", action="store_true", help="also log to TensorBoard, in the folder")
 
 
@@ -80,12 +85,22 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help="default: 0")
     lr = "learning rate (default: the one that the paper found for the network and its sparsity, else the task's)"
     group.add_argument("--lr", type=number(0, 1e6), metavar="X", help=lr)
-    group.add_argument("--weight-decay", type=number(0, 1e6, zero=True), metavar="X")
-    group.add_argument("--schedule", choices=SCHEDULES, help="of the learning rate")
-    group.add_argument("--clip", type=number(0, 1e30), metavar="X", help="largest norm of the gradient")
-    group.add_argument("--label-smoothing", type=number(0, 1, zero=True), metavar="X")
-    group.add_argument("--average", type=whole_number(2, 1000), metavar="N", help="average the last N epochs")
-    group.add_argument("--quality", choices=("loss", "bleu"), help="by which translations are judged")
+    decay = "weight decay (default: the task's)"
+    group.add_argument("--weight-decay", type=number(0, 1e6, zero=True), metavar="X", help=decay)
+    usual = "mostafa-wang for images, inverse-sqrt for translation, constant for your own tasks"
+    group.add_argument("--schedule", choices=SCHEDULES, help=f"of the learning rate (default: {usual})")
+    clip = "largest norm of the gradient (default: the task's, mostly none)"
+    group.add_argument("--clip", type=number(0, 1e30), metavar="X", help=clip)
+    smooth = "of built-in image models (default: 0)"
+    group.add_argument("--label-smoothing", type=number(0, 1, zero=True), metavar="X", help=smooth)
+    group.add_argument(
+        "--average", type=whole_number(2, 1000), metavar="N", help="average the last N epochs (default: none)"
+    )
+    group.add_argument("--quality", choices=("loss", "bleu"), help="by which translations are judged (default: loss)")
+    group.add_argument(
+        "--vocabulary", type=whole_number(10, 10**6), metavar="N",
+        help="pieces of the byte-pair encoding of sentence pairs (default: 10000)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,6 +131,7 @@ def _run(args: argparse.Namespace) -> int:
             recall(args, folder)
         elif args.model is None or (args.epochs is None and args.updates is None):
             raise WrongUsage("name a MODEL and how long to train it, by --epochs or --updates; or --resume a run")
+        _refuse_alone(args)
         if args.threads:
             torch.set_num_threads(args.threads)
         base = rss_bytes()  # Python and torch, before there is a model
@@ -197,6 +213,16 @@ def planned_by_first(world: "World", make: Callable[[], "Plan"]) -> "Plan":
     from ..planning.plan import Plan
 
     return make() if world.size == 1 else Plan.from_json(by_first(world, lambda: make().to_json()))
+
+
+def _refuse_alone(args: argparse.Namespace) -> None:
+    """Options that mean something under a budget only are not taken in silence."""
+    if args.budget or args.plan or args.resume:
+        return
+    asked = {"--replan": args.replan, "--risk": args.risk != "neutral", "--counting": args.counting != "tensors"}
+    for option, is_given in asked.items():
+        if is_given:
+            raise WrongUsage(f"{option} is about a budget: give --budget too, or leave it out")
 
 
 def _folder_name(model: str) -> str:
@@ -287,7 +313,7 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
     if limit is not None and result.peak_bytes > limit and not replan:
         raise OverBudget(
             f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
-            f"{format_bytes(limit)}: add techniques (see `shoestring train --help`) or raise it"
+            f"{format_bytes(limit)}: leave the techniques out and let --budget choose them, add some, or raise it"
         )
     steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
     return lean.plan.with_(
@@ -317,10 +343,12 @@ def _train(
     from ..runs.record import read_record
     from ..training.loop import train
     from ..training.recipe import Recipe
+    from ..training.resumable import length_of
 
     before = read_record(folder.record_path) if args.resume else None
     length = given(args, "epochs", "updates")
-    updates = Recipe(**length).length(len(session.data))
+    batches = length_of(session.data) or 0
+    updates = Recipe(**length).length(batches) if batches or args.updates else 0  # without a length, train() refuses
     own = () if is_builtin(args.model) else (args.model,)  # code is not run because a folder names it
     # "--", or torchrun takes --run for one of its own
     start = ["torchrun", "--nproc-per-node", str(world.size), "-m", "--"] if world.size > 1 else []
@@ -347,7 +375,7 @@ def _train(
             replan=args.replan,
             how_to_resume=resume,
             command=beside.command,
-            schedule=schedule(args.schedule or session.schedule, updates),
+            schedule=schedule(args.schedule or session.schedule, updates or 1),
             evaluation=session.evaluation,
             seed=args.seed,
             average=args.average or 0,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ShoestringError
-from .options import command, print_json, whole_number
-from .recorded import add_run, add_threads, opened
+from .options import add_threads, command, print_json, whole_number
+from .recorded import add_run, opened
 
 EXAMPLES = (
     "runs/dynamicconv-iwslt 'ein kleiner hund schläft .'",

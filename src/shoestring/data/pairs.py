@@ -115,7 +115,7 @@ def _languages(folder: Path) -> tuple[str, str]:
     if len(found) != 2:
         raise ShoestringError(
             f"{folder} has {len(found)} files train.LANGUAGE, and a pair needs 2, such as train.de and "
-            "train.en: name them with `languages`, or choose another folder"
+            "train.en: name the folder after the two, as in NAME.de-en, or choose another"
         )
     return found[0], found[1]
 

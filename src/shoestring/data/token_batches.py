@@ -80,12 +80,12 @@ def token_batches(
     lengths = np.maximum(pairs.source.lengths(), pairs.target.lengths())
     kept = np.arange(len(lengths)) if longest is None else np.flatnonzero(lengths <= longest)
     if not len(kept):
-        raise ShoestringError(f"no pair of {pairs.name} has at most {longest} tokens: raise `longest`")
+        raise ShoestringError(f"no pair of {pairs.name} has at most {longest} tokens: choose other data")
     worst = kept[lengths[kept].argmax()]
     if lengths[worst] > most:
         raise ShoestringError(
             f"sentence {worst + 1:,} of {pairs.name} has {lengths[worst]:,} tokens and does not fit into "
-            f"{most:,}: raise `{'microbatch' if microbatch else 'tokens'}`, or leave it out by longest={most}"
+            f"{most:,}: raise --{'microbatch' if microbatch else 'tokens'}, or take the sentence out of the data"
         )
     ties = mix(seed or 0, kept)  # sentences of one length are not batched in the order of the file
     sides = pairs.target.lengths()[kept], pairs.source.lengths()[kept]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -144,7 +145,9 @@ def _learn(texts: tuple[Path, ...], size: int) -> bytes:
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[-1].rsplit("] ", 1)[-1]
+        most = re.search(r"value <= (\d+)", reason)
+        why = f"the text has too few: use --vocabulary {most[1]} or less" if most else reason
         raise ShoestringError(
-            f"no byte-pair encoding of {size:,} pieces can be learned from {texts[0]}: {reason}"
+            f"no byte-pair encoding of {size:,} pieces can be learned from {texts[0]}: {why}"
         ) from error
     return model.getvalue()

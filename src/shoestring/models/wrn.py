@@ -66,7 +66,7 @@ class WideResNet(nn.Module):
 def check(depth: int, width: float) -> None:
     """Raises unless a WideResNet of this depth and width exists."""
     if depth % 6 != 4 or not 10 <= depth <= MOST_DEPTH:
-        nearest = min(max(10, depth - (depth - 4) % 6), MOST_DEPTH)
+        nearest = min(max(10, 6 * round((depth - 4) / 6) + 4), MOST_DEPTH - (MOST_DEPTH - 4) % 6)
         raise ShoestringError(
             f"a WideResNet of depth {depth} does not exist: depth must be 6n+4, from 10 to {MOST_DEPTH:,}; "
             f"try {nearest}"

@@ -1,5 +1,6 @@
 """`profile(task) -> Profile`: two whole training steps traced, their peak attributed to the last byte."""
 
+import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,19 @@ class Profile:
             },
             "unseen": self.unseen,
         }
+
+    def _repr_html_(self) -> str:
+        """The bytes at the peak, by category, for a notebook."""
+        rows = [(name.replace("_", " "), size) for name, size in self.bytes_by_category.items() if size]
+        cells = "".join(
+            f"<tr><td>{html.escape(name)}</td><td style='text-align:right'>{format_bytes(size)}</td>"
+            f"<td><div style='background:#5b97c9;height:0.8em;width:{200 * size // max(1, self.peak_bytes)}px'>"
+            "</div></td></tr>"
+            for name, size in sorted(rows, key=lambda row: -row[1])
+        )
+        unseen = "".join(f"<div>not counted: {html.escape(words)}</div>" for words in self.unseen)
+        head = html.escape(f"{self.task}: {format_bytes(self.peak_bytes)} at the peak")
+        return f"<b>{head}</b><table>{cells}</table>{unseen}"
 
     def __str__(self) -> str:
         parts = [f"{name} {format_bytes(size)}" for name, size in self.bytes_by_category.items() if size]

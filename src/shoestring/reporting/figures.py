@@ -3,6 +3,8 @@
 Needs the extra `plot`. The suffix decides the file format: .svg, .png or .pdf.
 """
 
+import html
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".svg", ".png", ".pdf")
-_COLUMNS = 480  # as many as a printed figure can show
+_COLUMNS = 300  # as many as a printed figure can show
+ORDER = "one step: allocations in their order (not time)"
+# A page in dark colours shows our inks and papers the other way round; colours of categories stay.
+_DARK = "".join(
+    f'[style*="{part}: {light}"]{{{part}:{dark} !important}}'
+    for light, dark in ((INK, "#e8e8e8"), (MUTED, "#a8a8a8"), (FAINT, "#3a3a3a"), ("#ffffff", "#16181c"))
+    for part in ("fill", "stroke")
+)
 _HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 _NUMBER: dict[str, Any] = {"va": "center", "size": 8.5, "bbox": _HALO}
 _STYLE: Any = {
@@ -34,12 +43,18 @@ _STYLE: Any = {
     "xtick.color": MUTED,
     "ytick.color": MUTED,
     "svg.hashsalt": "shoestring",  # the same data gives the same file
+    "svg.fonttype": "none",  # text as text: small files, and a reader can find the words
+    "font.family": "sans-serif",
 }
 
 
 def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None = None) -> None:
     """A profile's JSON and ledger -> the stacked timeline of a step, beside the pie of its peak."""
-    with figure_file(path, 11.0 if ledger else 4.4, 4.8) as figure:
+    parts = ", ".join(f"{look(k).label} {format_bytes(v)}" for k, v in in_order(data["by_category"]).items())
+    about = f"{format_bytes(data['bytes']['total'])} at the peak: {parts}."
+    with figure_file(
+        path, 11.0 if ledger else 4.4, 4.8, f"Memory of a training step of {data['task']}", about
+    ) as figure:
         left, width = (0.67, 0.32) if ledger else (0.06, 0.88)
         figure.text(0.012 if ledger else left, 0.94, data["task"], size=13, weight="bold")
         words = [f"{name} {in_words(value)}" for name, value in data["settings"].items()] + [f"{data['rules']} rules"]
@@ -48,25 +63,68 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
         shown = set(in_order(data["by_category"]))
         if ledger:
             steps = timeline(ledger, _COLUMNS)
-            _stack(figure.add_axes((0.065, 0.07, 0.57, 0.77)), steps, data)
+            axes = figure.add_axes((0.065, 0.07, 0.57, 0.77))
+            _stack(axes, steps, data)
+            if budget := data.get("budget_bytes"):
+                _memory_axis(axes, max(max(steps.totals), budget))
+                _mark_budget(axes, budget)
             shown |= {kind for kind, sizes in steps.parts.items() if any(sizes)}
         _legend(figure.add_axes((left, 0.02, width, 0.36)), sort_kinds(shown), data)
 
 
-def overlay_figure(path: str | Path, plain: Ledger, lean: Ledger, names: tuple[str, str] = ("plain", "lean")) -> None:
-    """Two ledgers -> their steps in one frame, each with its peak."""
-    with figure_file(path, 8.5, 4.2) as figure:
-        axes = figure.add_axes((0.085, 0.09, 0.9, 0.82))
-        top = max(plain.peak().bytes, lean.peak().bytes)
-        for name, ledger, colour in zip(names, (plain, lean), (MUTED, ACCENT), strict=True):
-            _outline(axes, name, timeline(ledger, _COLUMNS), colour, top)
-        _memory_axis(axes, top)
-        axes.set(xlim=(0, 1), xticks=[], xlabel="one training step")
+def overlay_figure(
+    path: str | Path,
+    plain: Ledger,
+    lean: Ledger,
+    names: tuple[str, str] = ("plain", "lean"),
+    title: str = "A training step, plain and lean",
+    budget_bytes: int | None = None,
+) -> None:
+    """Two ledgers -> the plain step by category, the lean one under it, and that enlarged, with the budget."""
+    steps, small = timeline(plain, _COLUMNS // 2), timeline(lean, _COLUMNS // 3)
+    top, least = max(steps.totals), max(small.totals)
+    words = (
+        f"{names[0]} needs {format_bytes(top)} at its peak, {names[1]} {format_bytes(least)}, {top / least:.1f}x less"
+    )
+    with figure_file(path, 8.5, 4.6, title, f"Memory over one training step: {words}.") as figure:
+        figure.text(0.02, 0.945, title, size=12, weight="bold")
+        axes = figure.add_axes((0.085, 0.09, 0.56, 0.76))
+        _areas(axes, steps)
+        axes.step(_spread(small, len(steps.totals)), small.totals, where="post", color=ACCENT, lw=1.4)
+        axes.set(xlim=(0, len(steps.totals) - 1), xticks=[], xlabel=ORDER)
+        _name_phases(axes, steps)
+        _mark_peak(axes, steps, {"module": ""}, f"{names[0]}:\n{format_bytes(top)}")
+        inset = figure.add_axes((0.735, 0.09, 0.25, 0.55))
+        _areas(inset, small, size=7.0)
+        _memory_axis(inset, max(least, budget_bytes or 0))
+        inset.set(xlim=(0, len(small.totals) - 1), xticks=[], xlabel="the same, enlarged")
+        if budget_bytes:
+            _mark_budget(inset, budget_bytes)
+        less = f"{names[1]}: {format_bytes(least)},\n{top / least:.1f}x less"
+        figure.text(0.735, 0.75, less, color=ACCENT, weight="bold", size=11, va="center")
+        figure.text(0.735, 0.67, _pieces(small), color=MUTED, size=8.5, va="center")
+
+
+def _pieces(steps: Timeline) -> str:
+    return (
+        f"{steps.microbatches} microbatches, then the update" if steps.microbatches > 1 else "one pass and the update"
+    )
+
+
+def _spread(steps: Timeline, columns: int) -> list[float]:
+    """The places of a timeline's columns over those of another."""
+    return [column * columns / len(steps.totals) for column in range(len(steps.totals))]
+
+
+def _mark_budget(axes: "Axes", budget_bytes: int) -> None:
+    axes.axhline(budget_bytes, color=INK, lw=1, ls=(0, (4, 3)))
+    axes.annotate(f"budget {format_bytes(budget_bytes, 3)}", (1, budget_bytes), (-2, 3), ha="right", size=8.5,
+                  xycoords=axes.get_yaxis_transform(), textcoords="offset points")  # fmt: skip
 
 
 def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, measured: Ledger) -> None:
     """A profile's JSON and ledger, and the ledger of a meter -> both steps side by side on one scale."""
-    with figure_file(path, 11.0, 4.2) as figure:
+    with figure_file(path, 11.0, 4.2, f"Memory of a training step of {data['task']}, predicted and measured") as figure:
         axes = [figure.add_axes((x, 0.09, 0.44, 0.72)) for x in (0.065, 0.545)]
         _stack(axes[0], timeline(predicted, _COLUMNS), data)
         _outline(axes[1], "", timeline(measured, _COLUMNS), MUTED, measured.peak().bytes)
@@ -74,7 +132,7 @@ def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, mea
         for frame, title in zip(axes, ("predicted", "measured"), strict=True):
             _memory_axis(frame, top)
             frame.set_title(title, loc="left", weight="bold", pad=22)
-            frame.set(xticks=[], xlabel="one step: storages born and freed, in order")
+            frame.set(xticks=[], xlabel=ORDER)
         axes[1].set(xlim=(0, 1), yticklabels=[])
 
 
@@ -82,7 +140,8 @@ def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float 
     """Rows -> predicted and measured peaks side by side, and the errors within the promised band."""
     names = 0.2 + 0.07 * max(len(row.name.strip()) for row in rows)  # inches that the longest name takes
     width = names + 7.9
-    with figure_file(path, width, 0.9 + 0.32 * len(rows)) as figure:
+    about = "Peaks of " + ", ".join(f"{row.name.strip()} {format_bytes(row.measured_bytes)}" for row in rows) + "."
+    with figure_file(path, width, 0.9 + 0.32 * len(rows), "Predicted and measured peaks of memory", about) as figure:
         edge = 0.4 / figure.get_figheight()
         places = ((names, 4.2), (names + 4.7, 2.5))
         left, right = (figure.add_axes((x / width, edge, w / width, 1 - 2.1 * edge)) for x, w in places)
@@ -91,8 +150,8 @@ def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float 
 
 
 @contextmanager
-def figure_file(path: str | Path, width: float, height: float) -> Iterator["Figure"]:
-    """A figure in our style, saved to `path` at the end."""
+def figure_file(path: str | Path, width: float, height: float, title: str = "", about: str = "") -> Iterator["Figure"]:
+    """A figure in our style, saved to `path` at the end; an SVG has its title and description, and a dark form."""
     require_plot()
     if Path(path).suffix.lower() not in SUFFIXES:
         raise ShoestringError(f"{str(path)!r} must end in {', '.join(SUFFIXES)}")
@@ -107,6 +166,19 @@ def figure_file(path: str | Path, width: float, height: float) -> Iterator["Figu
             figure.savefig(path, dpi=160, metadata=undated)
         except OSError as error:
             raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        if undated:
+            _describe(Path(path), title, about)
+
+
+def _describe(path: Path, title: str, about: str) -> None:
+    """Adds what a reader that cannot see the picture is told, and the colours of a dark page."""
+    text = path.read_text()
+    end = text.index(">", text.index("<svg")) + 1
+    style = f"<style>@media (prefers-color-scheme: dark) {{{_DARK}}}</style>"
+    told = f"<title>{html.escape(title)}</title><desc>{html.escape(about)}</desc>"
+    # Of a path's places a tenth of a point is less than can be seen.
+    short = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text[end:])
+    path.write_text(text[:end] + told + style + short)
 
 
 def require_plot() -> None:
@@ -120,25 +192,31 @@ def require_plot() -> None:
 # -- a step -----------------------------------------------------------------------------------------------
 def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
     """The bytes of each category over a step, stacked; phases above, the peak marked."""
-    kinds = sort_kinds(steps.parts)
-    top, floor = max(steps.totals), [0] * len(steps.totals)
-    for kind in kinds:
-        roof = [low + size for low, size in zip(floor, steps.parts[kind], strict=True)]
-        axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
-        if kind != kinds[-1]:
-            axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
-        _name_area(axes, kind, floor, roof, top)
-        floor = roof
-    _memory_axis(axes, top)
-    axes.set(xlim=(0, len(floor) - 1), xticks=[], xlabel="one step: storages born and freed, in order")
+    _areas(axes, steps)
+    axes.set(xlim=(0, len(steps.totals) - 1), xticks=[], xlabel=ORDER)
     _name_phases(axes, steps)
     _mark_peak(axes, steps, data["peak"])
 
 
-def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: int) -> None:
+def _areas(axes: "Axes", steps: Timeline, size: float = 9.5) -> None:
+    """The bytes of each category, stacked, with their names, in letters of this size, where there is room."""
+    kinds = sort_kinds(kind for kind, sizes in steps.parts.items() if any(sizes))
+    top, floor = max(steps.totals), [0] * len(steps.totals)
+    for kind in kinds:
+        roof = [low + size for low, size in zip(floor, steps.parts[kind], strict=True)]
+        axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
+        if kind != kinds[-1] and steps.microbatches == 1:  # between many, it would hide the narrow ones
+            axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
+        _name_area(axes, kind, floor, roof, top, size)
+        floor = roof
+    _memory_axis(axes, top)
+
+
+def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: int, size: float) -> None:
     """Writes a category's name where its area has the most room, if it has enough."""
     label, colour = look(kind).label, look(kind).colour
-    width = max(1, round(len(floor) * 0.0155 * len(label)))
+    inches = axes.get_position().width * axes.get_figure().get_figwidth()  # type: ignore[union-attr]
+    width = max(1, round(len(floor) * 0.0102 * size / inches * len(label)))
     middle = (len(floor) - width) // 2
 
     def bounds(start: int) -> tuple[int, int]:
@@ -151,7 +229,7 @@ def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: 
     if room(start) > 0.045 * top:
         ink = INK if is_light(colour) else "white"
         centre = start + width / 2, sum(bounds(start)) / 2
-        axes.text(*centre, label, ha="center", va="center", weight="bold", color=ink)
+        axes.text(*centre, label, ha="center", va="center", weight="bold", color=ink, size=size)
 
 
 def _name_phases(axes: "Axes", steps: Timeline) -> None:
@@ -167,13 +245,14 @@ def _name_phases(axes: "Axes", steps: Timeline) -> None:
             axes.text(middle, 1.02, span.phase, transform=above, ha="center", color=MUTED)
 
 
-def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any]) -> None:
+def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any], words: str = "") -> None:
     column, size = steps.peak_column, max(steps.totals)
-    words = " ".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
+    words = words or " ".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
     on_left = column > 0.6 * len(steps.totals)
     side, shift = ("right", -8) if on_left else ("left", 8)
     axes.plot(column, size, "o", color=INK, ms=5)
-    axes.annotate(words, (column, size), (shift, 5), textcoords="offset points", ha=side, weight="bold")
+    place: Any = {"textcoords": "offset points", "ha": side, "weight": "bold", "bbox": _HALO}
+    axes.annotate(words, (column, size), (shift, 5), **place)
 
 
 def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) -> None:

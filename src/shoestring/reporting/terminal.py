@@ -71,7 +71,7 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
     yield _flops(data["flops"])
     for words in data.get("unseen", []):
         for number, line in enumerate(textwrap.wrap(words, page.width - 10)):
-            yield Text("Not seen  " if number == 0 else " " * 10, "yellow").append(line, "default")
+            yield Text("Unsure    " if number == 0 else " " * 10, "yellow").append(line, "default")
 
 
 # -- the parts of the page --------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A run folder: plan.json, record.json, log.jsonl, measures.jsonl and saves/; one process trains in it at a time."""
 
+import errno
 import fcntl
 import json
 import math
@@ -199,4 +200,6 @@ def _refusing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise NotSaved(f"{path} cannot be written: {error.strerror}; make room or choose another folder") from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        help = "make room, or choose another folder" if full else "choose another folder, or mend this one"
+        raise NotSaved(f"{path} cannot be written: {error.strerror}; {help}") from error

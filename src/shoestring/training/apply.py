@@ -17,6 +17,7 @@ from ..structure import tensors
 from ..task import Task
 from ..techniques.plain import check_plain, note_plan
 from ..techniques.registry import apply_settings
+from ..techniques.words import described
 from .evaluate import Evaluation, Score, evaluated, mean_loss, mean_score
 from .loop_optimizer import LoopOptimizer
 from .resumable import as_data
@@ -34,6 +35,11 @@ class LeanTask:
         self.task, self.plan = task, plan
         self._stepper: Stepper | None = None
         self._loop: LoopOptimizer | None = None
+
+    def __repr__(self) -> str:
+        words = described(self.plan.techniques().items()) or "no technique"
+        done = f", {self._stepper.updates:,} updates done" if self._stepper else ""
+        return f"LeanTask({self.task.name or type(self.model).__name__}: {words}{done})"
 
     @property
     def model(self) -> nn.Module:

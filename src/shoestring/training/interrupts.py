@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, handled between two updates: a half-done update is never saved."""
+"""Ctrl-C, SIGTERM and SIGHUP (a closed terminal), handled between two updates: a half-done update is never saved."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from types import FrameType
 
 from ..errors import ShoestringError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(ShoestringError):

@@ -17,6 +17,7 @@ from ..task import Loss, Task
 from ..techniques.words import in_words
 from .apply import LeanTask, apply, lean_task
 from .evaluate import Data, Evaluation, accuracy, evaluating, mean_loss, within
+from .resumable import as_data
 from .translate import bleu, translate
 
 
@@ -236,3 +237,28 @@ def largest(data: TokenBatches, devices: int = 1) -> list[Any]:
 def ids_in(piece: tuple[Tensor, Tensor, Tensor]) -> int:
     source, _, target = piece
     return source.numel() + target.numel()
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """A user's task on batches of theirs: anything that `train` takes; by its loss on `judged` it is evaluated."""
+
+    task: Task
+    batches: Any
+    judged: Any
+    place: str
+    seed: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"data": f"the batches of {self.place}"}
+
+    def plan_in_tokens(self, plan: Plan) -> Plan:
+        return plan
+
+    def build(self, plan: Plan) -> Session:
+        lean = apply(self.task, plan)
+        materialise(lean.model, seed=self.seed)
+        judged = None if self.judged is None else mean_loss(lean.task, as_data(self.judged, self.seed))
+        return Session(lean, self.batches, judged, "constant")

@@ -1,0 +1,70 @@
+"""A user's task on a user's batches, from the command line."""
+
+import json
+
+import pytest
+
+MINE = """
+def task(batch=8):
+    torch.manual_seed(0)
+    return make(model=nn.Linear(4, 2), batch=torch.zeros(batch, 4))
+
+def batches(batch=8):
+    return [torch.ones(batch, 4) * number for number in range(1, 4)]
+
+def generated():
+    def make_batches():
+        for number in range(3):
+            yield torch.ones(8, 4) * number
+    return make_batches
+
+def validation():
+    return [torch.ones(2, 4)]
+
+def nothing():
+    return []
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def train(shoestring, user, tmp_path, monkeypatch):
+    place = user(MINE).split(":")[0]
+    monkeypatch.chdir(tmp_path)
+
+    def run(data, *words):
+        return shoestring("train", f"{place}:task", "--data", f"{place}:{data}", "--threads", 1, *words)
+
+    run.place = place
+    return run
+
+
+def test_a_task_trains_on_batches_of_the_users_own_and_is_judged_by_their_loss(train, shoestring):
+    how = ("--epochs", 2, "--valid", f"{train.place}:validation", "--run", "run", "--json")
+    answer = train("batches", *how)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+    assert found["updates"] == 6 and found["quality_name"] == "loss" and found["best_quality"] > 0
+    assert json.loads(train("batches", *how, "--resume").out)["updates"] == 6
+    words = ("evaluate", "run", f"{train.place}:task", "--data", f"{train.place}:batches")
+    again = shoestring(*words, "--valid", f"{train.place}:validation", "--json")
+    assert json.loads(again.out)["loss"] == pytest.approx(found["best_quality"])
+
+
+def test_sizes_are_given_to_the_functions_that_take_them_and_batches_may_be_made_by_a_generator(train):
+    found = json.loads(train("batches", "--batch", 5, "--updates", 2, "--json", "--run", "sized").out)
+    assert found["updates"] == 2 and found["quality"] is None
+    assert json.loads(train("generated", "--updates", 4, "--json", "--run", "made").out)["updates"] == 4
+
+
+@pytest.mark.parametrize("data, how, words", [
+    ("generated", ("--epochs", 1), "has no length"),
+    ("nothing", ("--epochs", 1), "holds no batch"),
+    ("number", ("--epochs", 1), "cannot be iterated"),
+    ("absent", ("--epochs", 1), "has no function 'absent'"),
+])  # fmt: skip
+def test_batches_that_cannot_be_trained_on_are_refused_in_one_line(train, data, how, words):
+    answer = train(data, *how)
+    assert answer.code == 2 and words in answer.err.splitlines()[-1] and "Traceback" not in answer.err
