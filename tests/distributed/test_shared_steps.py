@@ -40,7 +40,10 @@ STEPS = 2
 @pytest.fixture(autouse=True)
 def small_activations_count(monkeypatch):
     """Tensors of models this small are stored as the plan says, too."""
-    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    made = saving.SavedPass.__init__
+    smaller = tuple(0 if value == saving.SMALL_BYTES else value for value in made.__defaults__)
+    assert smaller != made.__defaults__
+    monkeypatch.setattr(made, "__defaults__", smaller)
 
 
 def share_of(batch, process, size=2):
@@ -126,6 +129,12 @@ def together():
         return layers().loss(model, batch)
 
     seen["a loss that raises"] = raised(lambda: apply(layers().with_(loss=failing), Plan()).step(mine))
+    def exhausting(model, batch):
+        if rank() == 1:
+            raise MemoryError("16 TB")
+        return layers().loss(model, batch)
+
+    seen["out of memory"] = raised(lambda: apply(layers().with_(loss=exhausting), Plan()).step(mine))
     seen["a batch that cannot be cut"] = raised(
         lambda: apply(layers(), Plan(microbatch=2)).step(mine if rank() == 0 else {"text": "none"})
     )
@@ -153,6 +162,7 @@ def test_what_one_process_meets_all_processes_decide():
     assert zero["goes on"] == one["goes on"]
     assert one["a loss that raises"] == ("KeyError", "'labels'")
     assert zero["a loss that raises"] == ("ShoestringError", "KeyError: 'labels' (process 1)")
+    assert zero["out of memory"][0] == "OutOfMemory" and "16 TB" in zero["out of memory"][1]
     assert "no tensor" in one["a batch that cannot be cut"][1]
     assert zero["a batch that cannot be cut"][1].endswith("(process 1)")
     assert zero["loss scale"] == one["loss scale"] == (2.0**15, True)

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import Diverged, OverBudget, ShoestringError
+from ..errors import Diverged, OutOfMemory, OverBudget, ShoestringError
+from ..exhaustion import is_exhaustion
 from .world import Lost, World, leave_word
 
-KINDS = {kind.__name__: kind for kind in (Diverged, OverBudget)}  # errors that a run reacts to
+KINDS = {kind.__name__: kind for kind in (Diverged, OutOfMemory, OverBudget)}  # errors that a run reacts to
 T = TypeVar("T")
 
 
@@ -45,7 +46,8 @@ def raise_together(world: World, failed: float, error: Exception | None) -> None
 def _told(error: Exception) -> str:
     if isinstance(error, ShoestringError):
         return f"{type(error).__name__}:{error}"
-    return f":{type(error).__name__}: {error}"
+    kind = OutOfMemory.__name__ if is_exhaustion(error) else ""
+    return f"{kind}:{type(error).__name__}: {error}"
 
 
 @contextmanager
