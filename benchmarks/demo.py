@@ -99,7 +99,8 @@ def main() -> None:
 
     say(f"\n2. Compare {STEPS} steps of plain PyTorch and of the plan, taken in turn, metered.", "bold")
     plain, lean = timed("compared", lambda: in_turn([Plan(), chosen]))
-    overlay_figure(PICTURE, as_ledger(plain), as_ledger(lean), ("plain PyTorch", "Shoestring"))
+    title, names = f"A training step of {MODEL}, batch {BATCH}, measured", ("plain PyTorch", "Shoestring")
+    overlay_figure(PICTURE, as_ledger(plain), as_ledger(lean), names, title, chosen.budget_bytes)
 
     say(f"3. Train {EPOCHS} epochs of Fashion-MNIST inside the budget.", "bold")
     session = job().build(chosen)
@@ -137,4 +138,7 @@ def main() -> None:
 if __name__ == "__main__":
     RUN.parent.mkdir(exist_ok=True)
     shutil.rmtree(RUN, ignore_errors=True)  # of an earlier demo
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped")

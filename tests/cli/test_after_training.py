@@ -160,6 +160,11 @@ def test_a_run_translates_with_the_vocabulary_in_its_folder(shoestring, folder):
     assert shoestring(*words).code == 4
 
 
+def test_a_batch_larger_than_the_data_is_refused_with_both_numbers(shoestring, folder):
+    answer = shoestring("train", "wrn-10-1", "--data", "data", "--batch", 100_000, "--epochs", 1)
+    assert answer.code == 2 and "batches of 100,000 cannot be made from 20 images" in answer.err
+
+
 def test_models_lists_what_is_built_in(shoestring):
     rows = json.loads(shoestring("models", "--json").out)
     assert {"wrn-28-2", "dynamicconv-iwslt"} <= {row["name"] for row in rows}

@@ -531,3 +531,11 @@ def test_a_lean_task_is_evaluated_on_any_batches_and_stays_as_it_is(plan):
     assert mean == pytest.approx(float(F.cross_entropy(torch.cat(answers), torch.cat(labels))), rel=0.01)
     assert right == pytest.approx(float((torch.cat(answers).argmax(1) == torch.cat(labels)).float().mean()))
     assert all(torch.equal(tensor, before[name]) for name, tensor in lean.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "name, words", [("lr", r"SGD\(lr=...\)"), ("epoch", "did you mean epochs?"), ("zzz", "it takes epochs")]
+)
+def test_a_keyword_that_train_does_not_take_is_refused_with_the_one_that_was_meant(name, words):
+    with pytest.raises(ShoestringError, match=rf"takes no '{name}'.*{words}"):
+        train(task(), Noise(), updates=1, **{name: 3})

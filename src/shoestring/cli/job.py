@@ -42,6 +42,10 @@ def _classification(args: argparse.Namespace) -> "Job":
     _refuse(args, "tokens", "is for translation: use --batch")
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
     images = open_images(args.data, channels=3)
+    if args.batch is not None and args.batch > len(images.train):
+        raise ShoestringError(
+            f"batches of {args.batch:,} cannot be made from {len(images.train):,} images: use a smaller --batch"
+        )
     shape: dict[str, Any] = {"classes": len(images.classes), "image": images.shape[1]}
     task = _with_recipe(builtin(args.model, device="meta", **given(args, "batch"), **shape), args)
     loss = CrossEntropy(args.label_smoothing or 0.0)

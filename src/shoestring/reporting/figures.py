@@ -89,20 +89,23 @@ def overlay_figure(
     with figure_file(path, 8.5, 4.6, title, f"Memory over one training step: {words}.") as figure:
         figure.text(0.02, 0.945, title, size=12, weight="bold")
         axes = figure.add_axes((0.085, 0.09, 0.56, 0.76))
-        _areas(axes, steps)
+        known = len(steps.spans) > 1  # a meter knows neither phases nor what its blocks are for
+        _areas(axes, steps, size=9.5 if known else 0)
         axes.step(_spread(small, len(steps.totals)), small.totals, where="post", color=ACCENT, lw=1.4)
         axes.set(xlim=(0, len(steps.totals) - 1), xticks=[], xlabel=ORDER)
-        _name_phases(axes, steps)
+        if known:
+            _name_phases(axes, steps)
         _mark_peak(axes, steps, {"module": ""}, f"{names[0]}:\n{format_bytes(top)}")
         inset = figure.add_axes((0.735, 0.09, 0.25, 0.55))
-        _areas(inset, small, size=7.0)
+        _areas(inset, small, size=7.0 if known else 0)
         _memory_axis(inset, max(least, budget_bytes or 0))
         inset.set(xlim=(0, len(small.totals) - 1), xticks=[], xlabel="the same, enlarged")
         if budget_bytes:
             _mark_budget(inset, budget_bytes)
         less = f"{names[1]}: {format_bytes(least)},\n{top / least:.1f}x less"
         figure.text(0.735, 0.75, less, color=ACCENT, weight="bold", size=11, va="center")
-        figure.text(0.735, 0.67, _pieces(small), color=MUTED, size=8.5, va="center")
+        if known:
+            figure.text(0.735, 0.67, _pieces(small), color=MUTED, size=8.5, va="center")
 
 
 def _pieces(steps: Timeline) -> str:
@@ -199,7 +202,7 @@ def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
 
 
 def _areas(axes: "Axes", steps: Timeline, size: float = 9.5) -> None:
-    """The bytes of each category, stacked, with their names, in letters of this size, where there is room."""
+    """The bytes of each category, stacked, with their names where there is room, in letters of this size (0: none)."""
     kinds = sort_kinds(kind for kind, sizes in steps.parts.items() if any(sizes))
     top, floor = max(steps.totals), [0] * len(steps.totals)
     for kind in kinds:
@@ -207,7 +210,8 @@ def _areas(axes: "Axes", steps: Timeline, size: float = 9.5) -> None:
         axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
         if kind != kinds[-1] and steps.microbatches == 1:  # between many, it would hide the narrow ones
             axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
-        _name_area(axes, kind, floor, roof, top, size)
+        if size:
+            _name_area(axes, kind, floor, roof, top, size)
         floor = roof
     _memory_axis(axes, top)
 

@@ -42,7 +42,7 @@ from .evaluate import Data, Evaluation, evaluated, telling
 from .events import Evaluated, Evaluating, Event, Listener, Replanned, Saved, Updated
 from .interrupts import Interrupted, Interrupts
 from .processes import gathered, newest, own_seed, restore, shared
-from .recipe import Recipe
+from .recipe import Recipe, made_recipe
 from .replan import smaller_microbatches
 from .resumable import as_data
 
@@ -87,7 +87,7 @@ def train(
     folder = RunFolder(Path(run)) if isinstance(run, str | Path) else run
     planned = batch_bytes(lean.task.batch) if lean.task.batch is not None else 0
     budget = Budget(budget_bytes or lean.plan.budget_bytes, meter, watch, planned)
-    how = Recipe(**recipe)
+    how = made_recipe(recipe)
     if replan and world.size > 1:
         raise ShoestringError(f"a run of {world.size} processes is not replanned: plan it for less memory, and resume")
     if any(map(is_sharded, lean.model.parameters())):

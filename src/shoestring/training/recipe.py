@@ -1,6 +1,9 @@
 """Recipe: how long to train, at which learning rates, and whatever else determines the result."""
 
-from dataclasses import dataclass, field
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from ..errors import ShoestringError
 from .evaluate import Evaluation
@@ -29,3 +32,15 @@ class Recipe:
         if length < 1:
             raise ShoestringError(f"a run of {length} updates trains nothing: give at least 1")
         return length
+
+
+def made_recipe(given: Mapping[str, Any]) -> Recipe:
+    """Keywords of `train` -> the recipe; one that does not exist is refused with the nearest that does."""
+    known = [f.name for f in fields(Recipe)]
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
+            more = "; a learning rate is the task's: SGD(lr=...)" if name in ("lr", "learning_rate") else ""
+            raise ShoestringError(f"train() takes no {name!r}: {hint}{more}")
+    return Recipe(**given)
