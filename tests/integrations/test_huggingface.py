@@ -8,6 +8,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
 
 from shoestring import Plan, ShoestringError  # noqa: E402
+from shoestring.integrations import guest  # noqa: E402
 from shoestring.integrations.huggingface import LeanMixin, LeanTrainer  # noqa: E402
 
 VOCABULARY = 64
@@ -59,6 +60,12 @@ def same_weights(one, other, **tolerance):
 
 
 EXACTLY = {"rtol": 0, "atol": 0}
+
+
+@pytest.fixture
+def a_small_meter(monkeypatch):
+    """So that steps are measured in budgets of a few MB, of which the real meter would be the larger part."""
+    monkeypatch.setattr(guest, "meter_room", lambda limit: 0)
 
 
 # -- the same training ---------------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ def test_a_plan_trains_nearly_as_the_trainer_does(tmp_path, plan):
 
 
 # -- the budget ----------------------------------------------------------------------------------------------------
-def test_a_budget_is_planned_for_from_the_first_batch_and_what_is_predicted_is_measured(tmp_path):
+def test_a_budget_is_planned_for_from_the_first_batch_and_what_is_predicted_is_measured(tmp_path, a_small_meter):
     changes = {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2}
     free = trained(LeanTrainer, tmp_path, MeanOfABatch(256), {"plan": Plan()}, **changes)
     plain = free.guest.metrics()
@@ -169,7 +176,7 @@ class InOrder(LeanTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def test_a_later_batch_that_is_larger_goes_in_smaller_microbatches(tmp_path, caplog):
+def test_a_later_batch_that_is_larger_goes_in_smaller_microbatches(tmp_path, caplog, a_small_meter):
     how = {"train_dataset": [*sentences(4, length=6), *sentences(4, length=20)], "plan": Plan(microbatch=3)}
     free = InOrder(gpt2(), arguments(tmp_path, max_steps=1), **how)
     free.train()

@@ -9,11 +9,18 @@ from torch import nn
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
 
 from shoestring import Plan, ShoestringError  # noqa: E402
+from shoestring.integrations import guest  # noqa: E402
 from shoestring.integrations.lightning import Shoestring  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 EXACTLY = {"rtol": 0, "atol": 0}
+
+
+@pytest.fixture
+def a_small_meter(monkeypatch):
+    """So that steps are measured in budgets of a few MB, of which the real meter would be the larger part."""
+    monkeypatch.setattr(guest, "meter_room", lambda limit: 0)
 
 
 def examples(count=48):
@@ -97,7 +104,7 @@ def test_microbatches_train_the_same_and_log_once_per_batch(tmp_path, changes):
     assert metrics(lean) == pytest.approx(metrics(plain), rel=1e-4, abs=1e-6)
 
 
-def test_a_budget_is_planned_for_and_what_is_predicted_is_measured_and_logged(tmp_path):
+def test_a_budget_is_planned_for_and_what_is_predicted_is_measured_and_logged(tmp_path, a_small_meter):
     _, plain = fitted(tmp_path, Shoestring(plan=Plan()), module=Classifier(512), accumulate_grad_batches=3)
     before = {name: float(value) for name, value in plain.callback_metrics.items()}
     assert before["mem/predicted_bytes"] == pytest.approx(before["mem/peak_bytes"], rel=0.01)
@@ -182,3 +189,11 @@ def test_what_a_plan_cannot_be_beside_is_refused_in_one_line(tmp_path, module, c
 def test_neither_budget_nor_plan_is_refused():
     with pytest.raises(ShoestringError, match="needs budget"):
         Shoestring()
+
+
+def test_a_step_is_measured_only_where_the_meter_itself_fits_the_budget(tmp_path):
+    _, tight = fitted(tmp_path, Shoestring(budget="8MB", plan=Plan()), max_epochs=1)
+    _, roomy = fitted(tmp_path, Shoestring(budget="40MB", plan=Plan()), max_epochs=1)
+    assert "mem/peak_bytes" not in tight.callback_metrics and "mem/predicted_bytes" in tight.callback_metrics
+    assert "mem/peak_bytes" in roomy.callback_metrics
+    assert guest.meter_room(10**9) == 5 * 10**7 and guest.meter_room(10**6) == 16 * 10**6

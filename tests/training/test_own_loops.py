@@ -3,6 +3,8 @@
 import copy
 import io
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -299,3 +301,11 @@ def adds(optimizer):
 def test_what_an_optimizer_of_a_plan_cannot_do_is_refused(wrong):
     with pytest.raises(ShoestringError, match=r"state_dict|was not planned"):
         wrong(a_lean("plain").optimizer)
+
+
+def test_the_loop_of_the_page_runs():
+    page = Path(__file__).parents[2] / "docs" / "integrations" / "own_loop.md"
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    found: dict = {}
+    exec(code, found)
+    assert found["value"] < 2.3 and found["scheduler"].get_last_lr() == pytest.approx([0.0])

@@ -30,12 +30,15 @@ from ..training.replan import smaller_microbatches
 from ..units import format_bytes, parse_bytes
 from ..used_up import UsedUp
 
+METER_BYTES = 16_000_000  # that torch.profiler may take per microbatch, or a twentieth of the budget where that is more
+
 
 class Guest:
     """A task under a plan, made for `budget` bytes unless it is given, inside a loop of `accumulation` batches.
 
     `backward` measures and keeps the budget as `train` does: a batch for which too much is predicted, or that took too
-    much, goes on in smaller microbatches, and `warn` is told.
+    much, goes on in smaller microbatches, and `warn` is told. Steps are measured where the budget has room for the
+    meter itself, and go by their prediction elsewhere.
     """
 
     def __init__(
@@ -61,10 +64,18 @@ class Guest:
         if plan is None:
             plan = make_plan(task, max(1, limit or 0), risk, warn=warn)
         self.fetched_bytes = fetched
-        self.lean = _ready(apply(task, plan))
-        self._budget = Budget(limit, measure_allocator, None, batch_bytes(task.batch), self._predicted)
-        self._updates = Budget(limit, measure_allocator, None)
+        lean = apply(task, plan)
+        pieces = len(list(lean.task.split(task.batch)))
+        self.lean = _ready(lean)
+        meter = measure_allocator if self._has_room_for_meter(limit, pieces) else None
+        self._budget = Budget(limit, meter, None, batch_bytes(task.batch), self._predicted)
+        self._updates = Budget(limit, meter, None)
         self._batch: Any = None
+
+    def _has_room_for_meter(self, limit: int | None, pieces: int) -> bool:
+        """The meter's own memory is no tensor's, and must not break the budget either."""
+        predicted = self.lean.plan.predicted_peak_bytes
+        return limit is None or predicted is None or predicted + pieces * meter_room(limit) <= limit
 
     def backward(self, batch: Any, weight: float = 1.0) -> Tensor:
         """A batch of the host -> its loss times `weight`; its gradients are added to the model's."""
@@ -117,10 +128,17 @@ class Guest:
     def _shrink(self, batch: Any, over: Budget) -> None:
         used = over.used_bytes
         self.lean = smaller_microbatches(self.lean, batch, used, over.limit or 0)
-        self._budget.reset()
-        self._updates.reset()
+        pieces = len(list(self.lean.task.split(batch)))
+        for budget in (self._budget, self._updates):
+            budget.reset()
+            budget.meter = budget.meter if self._has_room_for_meter(over.limit, pieces) else None
         size = self.lean.plan.techniques()["microbatch"]
         self.warn(f"a step of {format_bytes(used)} was over the budget: it goes on in microbatches of {size}")
+
+
+def meter_room(limit: int) -> int:
+    """A budget -> the bytes of it that the meter may need per microbatch of a step."""
+    return max(METER_BYTES, limit // 20)
 
 
 def _ready(lean: LeanTask) -> LeanTask:
