@@ -539,3 +539,18 @@ def test_a_lean_task_is_evaluated_on_any_batches_and_stays_as_it_is(plan):
 def test_a_keyword_that_train_does_not_take_is_refused_with_the_one_that_was_meant(name, words):
     with pytest.raises(ShoestringError, match=rf"takes no '{name}'.*{words}"):
         train(task(), Noise(), updates=1, **{name: 3})
+
+
+def test_a_closed_terminal_saves_the_run_unless_that_signal_is_ignored_as_by_nohup(tmp_path):
+    def hang_up(event):
+        if isinstance(event, Updated) and event.update == 3:
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    with pytest.raises(Interrupted, match="stopped after update 3") as error:
+        train(task(), Noise(), epochs=1, run=tmp_path / "closed", listeners=[hang_up])
+    assert error.value.exit_code == 129 and saves_of(tmp_path / "closed") == [3]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert train(task(), Noise(), epochs=1, run=tmp_path / "nohup", listeners=[hang_up]).finished
+    finally:
+        signal.signal(signal.SIGHUP, before)
