@@ -91,7 +91,24 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
     `risk` is exact, neutral or approximate: the most that techniques may change the result. The scratch of PyTorch's
     operators is measured on this machine, unless it is cached. With `rehearse=True` one microbatch is run under the
     plan, on a copy of the model, before it is returned. `how` goes to `planning.search.plan`.
+    In several processes (torchrun) the budget is that of each, `task.batch` is the share of one, and all get one plan.
     """
+    from .distributed import joined
+
+    world = joined()
+    if world.size == 1:
+        return _planned(task, budget, risk, how)
+    from .training.processes import planned_by_first
+
+    link = world.bytes_per_second()
+    return planned_by_first(world, lambda: _planned(task.with_(devices=world.size), budget, risk, how, link))
+
+
+def _planned(
+    task: "Task", budget: str | int, risk: str, how: dict[str, Any], link_bytes_per_second: float | None = None
+) -> "Plan":
+    from dataclasses import replace
+
     from .measuring import calibrate
     from .measuring.calibration import load_cache
     from .measuring.rates import device_rates
@@ -101,6 +118,8 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
     with steps("planning") as tell:
         known: dict[str, Any] = {"calibrate": calibrate, "workspace": dict(load_cache()), "progress": tell}
         known["rates"] = device_rates()
+        if link_bytes_per_second is not None:
+            known["rates"] = replace(known["rates"], link_bytes_per_second=link_bytes_per_second)
         return plan(task, budget, risk, **(known | how))
 
 

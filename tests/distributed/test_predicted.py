@@ -75,6 +75,21 @@ def test_a_plan_for_several_devices_leaves_out_what_they_cannot_do():
         lean_task(task, Plan(optimizer="no-gradient"))
 
 
+def planned():
+    """A plan for less than plain training needs, in this process; and a step under it."""
+    task = layers(examples=256)
+    share = share_of(task, task.batch, rank(), joined().size)
+    plan = shoestring.plan(task.with_(batch=share), "70%")
+    return plan.to_json(), float(apply(task.with_(batch=share), plan).step(share))
+
+
+def test_all_processes_get_the_plan_of_the_first():
+    zero, one = run_in(2, planned)
+    assert zero == one
+    plan = Plan.from_json(zero[0])
+    assert plan.techniques() and "no-gradient" not in str(plan.optimizer)
+
+
 def test_the_command_line_tells_the_memory_of_each_device(capsys):
     arguments = ["profile", "wrn-10-1", "--batch", "8", "--no-calibrate", "--json"]
     peaks = {}

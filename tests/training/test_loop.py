@@ -16,7 +16,6 @@ from shoestring.errors import DamagedSave, Diverged, OverBudget, ShoestringError
 from shoestring.ledger import Phase
 from shoestring.measuring import measure_allocator
 from shoestring.phases import current_phase
-from shoestring.runs.folder import RunFolder
 from shoestring.runs.record import read_record
 from shoestring.runs.save import load_weights
 from shoestring.runs.state import model_tensors
@@ -101,15 +100,6 @@ def test_a_save_is_also_due_when_the_last_is_long_ago(tmp_path):
     told = []
     train(task(), Noise(), epochs=1, save_seconds=0, run=tmp_path / "run", listeners=[told.append])
     assert [event.update for event in told if isinstance(event, Saved)] == [1, 2, 3, 4, 5]
-
-
-def test_each_process_of_a_run_has_names_of_its_own(tmp_path):
-    for rank in (0, 1):
-        train(task(), Noise(), epochs=1, run=RunFolder(tmp_path / "run", rank))
-    names = {path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")}
-    first = {"plan.json", "record.json", "log.jsonl", "measures.jsonl", "saves"}
-    second = {"plan.rank1.json", "record.rank1.json", "log.rank1.jsonl", "measures.rank1.jsonl", "saves.rank1"}
-    assert names == first | second
 
 
 def test_the_best_is_the_lowest_where_lower_is_better_and_never_what_is_not_a_number():

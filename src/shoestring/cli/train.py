@@ -119,6 +119,7 @@ def _run(args: argparse.Namespace) -> int:
     from ..distributed import agreed, by_first, joined, leaving_word
     from ..measuring.process import rss_bytes
     from ..planning.options import risk_of
+    from ..training.processes import planned_by_first
     from .job import load_job, shared_out
 
     world = joined()
@@ -207,14 +208,6 @@ def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
     return "yes" if resume else ""
 
 
-def planned_by_first(world: "World", make: Callable[[], "Plan"]) -> "Plan":
-    """The plan of process 0, in all: what it measures is never the same twice."""
-    from ..distributed import by_first
-    from ..planning.plan import Plan
-
-    return make() if world.size == 1 else Plan.from_json(by_first(world, lambda: make().to_json()))
-
-
 def _refuse_alone(args: argparse.Namespace) -> None:
     """Options that mean something under a budget only are not taken in silence."""
     if args.budget or args.plan or args.resume:
@@ -295,6 +288,7 @@ def _predicted(
 ) -> "LeanTask":
     """The lean task with its predicted memory in its plan; its step is added to `steps`."""
     from ..training.apply import LeanTask
+    from ..training.processes import planned_by_first
 
     plan = planned_by_first(world, lambda: _prediction(lean, budget_bytes, steps, replan))
     return LeanTask(lean.task.with_(batch=None), plan)

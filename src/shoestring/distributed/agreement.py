@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import Diverged, OutOfMemory, OverBudget, ShoestringError
+from ..errors import DamagedSave, Diverged, NoPlanFits, OutOfMemory, OverBudget, ShoestringError
 from ..exhaustion import is_exhaustion
 from .world import Lost, World, leave_word
 
-KINDS = {kind.__name__: kind for kind in (Diverged, OutOfMemory, OverBudget)}  # errors that a run reacts to
+# Errors that a run reacts to, or that have an exit code of their own.
+KINDS = {kind.__name__: kind for kind in (DamagedSave, Diverged, NoPlanFits, OutOfMemory, OverBudget)}
 T = TypeVar("T")
 
 

@@ -20,10 +20,9 @@ from .save import NotSaved, Saves
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files that a run writes. Each process of a run except the first has its own file names."""
+    """The files that a run writes; in several processes, the first of them does."""
 
     path: Path
-    rank: int = 0
     warn: Callable[[str], None] = warnings.warn
 
     @property
@@ -56,7 +55,7 @@ class RunFolder:
         return self.path / "vocabulary"
 
     def _named(self, stem: str, suffix: str) -> Path:
-        return self.path / (f"{stem}.rank{self.rank}{suffix}" if self.rank else stem + suffix)
+        return self.path / (stem + suffix)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from ..data.draws import mix
 from ..distributed import World, agreed, by_first, check_same
 from ..errors import ShoestringError
 from ..items import counted
+from ..planning.plan import Plan
 from ..runs.folder import RunFolder
 from ..runs.save import Save
 from ..runs.state import Stateful, pack, unpack
@@ -83,6 +84,11 @@ def shared(data: Any, task: Task, world: World) -> Data:
 def own_seed(seed: int, rank: int, *further: int) -> int:
     """The seed of what a process draws for itself, such as dropout: process 0's is the run's."""
     return int(mix(seed, rank, *further)[0] >> 1) if rank else seed
+
+
+def planned_by_first(world: World, make: Callable[[], Plan]) -> Plan:
+    """The plan of process 0, in all: what it measures is never the same twice."""
+    return make() if world.size == 1 else Plan.from_json(by_first(world, lambda: make().to_json()))
 
 
 # -- the saves ----------------------------------------------------------------------------------------------------
