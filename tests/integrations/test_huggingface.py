@@ -176,6 +176,16 @@ class InOrder(LeanTrainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batches_that_the_trainer_holds_beside_the_one_that_runs_are_in_the_budget(tmp_path, steps):
+    """All of an update, and the one that its loader has fetched ahead."""
+    changes = {"gradient_accumulation_steps": steps, "max_steps": 1}
+    lean = trained(LeanTrainer, tmp_path, MeanOfABatch(), {"plan": Plan(), "budget": "1GB"}, **changes)
+    one = 2 * 4 * 12 * 8  # ids and labels of 4 sentences of 12 tokens
+    told, alone = lean.guest.metrics()["mem/predicted_bytes"], lean.guest.lean.plan.predicted_peak_bytes
+    assert told - alone == lean.guest.fetched_bytes == steps * one
+
+
 def test_a_later_batch_that_is_larger_goes_in_smaller_microbatches(tmp_path, caplog, a_small_meter):
     how = {"train_dataset": [*sentences(4, length=6), *sentences(4, length=20)], "plan": Plan(microbatch=3)}
     free = InOrder(gpt2(), arguments(tmp_path, max_steps=1), **how)

@@ -34,7 +34,8 @@ METER_BYTES = 16_000_000  # that torch.profiler may take per microbatch, or a tw
 
 
 class Guest:
-    """A task under a plan, made for `budget` bytes unless it is given, inside a loop of `accumulation` batches.
+    """A task under a plan, made for `budget` bytes unless it is given, inside a loop of `accumulation` batches,
+    which holds `fetched` others beside the one that runs.
 
     `backward` measures and keeps the budget as `train` does: a batch for which too much is predicted, or that took too
     much, goes on in smaller microbatches, and `warn` is told. Steps are measured where the budget has room for the
@@ -49,12 +50,13 @@ class Guest:
         risk: str = "neutral",
         plan: Plan | None = None,
         accumulation: int = 1,
+        fetched: int = 0,
         warn: Callable[[str], None] = warnings.warn,
     ) -> None:
-        fetched = (accumulation - 1) * batch_bytes(task.batch)
+        fetched_bytes = fetched * batch_bytes(task.batch)
         self.budget_bytes = parse_bytes(budget) if budget is not None else None
         self.warn = warn
-        limit = None if self.budget_bytes is None else self.budget_bytes - fetched
+        limit = None if self.budget_bytes is None else self.budget_bytes - fetched_bytes
         if accumulation > 1 and task.clip is None:
             task = task.with_(clip=math.inf)  # gradients are needed at the end of the update
         if plan is None and limit is None:
@@ -63,7 +65,7 @@ class Guest:
             task = task.with_(split=twice)
         if plan is None:
             plan = make_plan(task, max(1, limit or 0), risk, warn=warn)
-        self.fetched_bytes = fetched
+        self.fetched_bytes = fetched_bytes
         lean = apply(task, plan)
         pieces = len(list(lean.task.split(task.batch)))
         self.lean = _ready(lean)

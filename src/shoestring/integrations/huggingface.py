@@ -92,7 +92,9 @@ class LeanMixin(_Host):
         plan = self.plan or self._plan_of_checkpoint()
         task = self._task(self._first_batch(), optimizer)
         steps = self.args.gradient_accumulation_steps
-        guest = Guest(task, self.budget, risk=self.risk, plan=plan, accumulation=steps, warn=logger.warning)
+        # All batches of an update are held, and Accelerate's loader has the next one in hand.
+        how: dict[str, Any] = {"accumulation": steps, "fetched": steps, "warn": logger.warning}
+        guest = Guest(task, self.budget, risk=self.risk, plan=plan, **how)
         assert guest.lean.model is self.model, "a real model is changed in place"
         if self._resumed_from is not None and any(map(has_extra_state, self.model.modules())):
             super()._load_from_checkpoint(str(self._resumed_from))  # into sparse layers, which know their positions

@@ -85,9 +85,9 @@ class Shoestring(pl.Callback):
         task = Task(module, loss, first_batch(trainer, module), optimizers[0], clip=clip_of(trainer, module))
         with patched(module, log=lambda *args, **kwargs: None):
             steps = trainer.accumulate_grad_batches
-            self.guest = Guest(
-                task, self.budget, risk=self.risk, plan=self.plan, accumulation=steps, warn=logger.warning
-            )
+            # Lightning fetches the next batch before it runs this one.
+            how: dict[str, Any] = {"accumulation": steps, "fetched": 1, "warn": logger.warning}
+            self.guest = Guest(task, self.budget, risk=self.risk, plan=self.plan, **how)
         self._restore_layers(module)
         logger.info(self.guest.describe())
         ours = GuestOptimizer(self.guest)
