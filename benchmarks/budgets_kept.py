@@ -97,8 +97,8 @@ def table(found: list[Case]) -> str:
 
 
 def fitted(fit: list[Case]) -> int:
-    """The bytes per node that the fitting set asks for: its largest but one, rounded up to the next hundred. The largest
-    may be something else than objects: a plan whose heap is over the room that it left is named as such."""
+    """The bytes per node that the fitting set asks for: its largest but one, rounded up to the next hundred. The
+    largest may be something else than objects; a plan whose heap is over the room that it left is named."""
     return math.ceil(max(sorted(case.bytes_per_node for case in fit)[:-1], default=0.0) / 100) * 100
 
 
@@ -111,8 +111,8 @@ def report(fit: list[Case], proof: list[Case]) -> str:
     most = sorted((case.bytes_per_node for case in fit), reverse=True)[:2]
     kept = sum(case.kept for case in proof)
     odd = over([*fit, *proof])
-    odd_words = "; ".join(
-        f"{c.model}, {c.settings}: {format_bytes(c.heap - c.predicted)} beside {format_bytes(c.room)}" for c in odd
+    odd_words = "\n".join(
+        f"- {c.model}, {c.settings}: {format_bytes(c.heap - c.predicted)} beside {format_bytes(c.room)}" for c in odd
     )
     return f"""# Budgets, kept on the heap
 
@@ -128,9 +128,11 @@ per storage that is alive at the predicted peak, and {NODE_BYTES} bytes per node
 alone gives the last, {fitted(fit)}: its two largest are {", ".join(f"{one:.0f}" for one in most)}, and the second is
 rounded up to the next hundred. The first table proves it on other models and other budgets.
 
-Plans that took more than their tensors and this room, which their budgets happened to have ({len(odd)} of
-{len(fit) + len(proof)}): {odd_words or "none"}. There the peak lies in the backward pass of attention, inside which
-BLAS takes buffers by malloc: PyTorch's allocator, which the calibration of scratch looks at, does not see them.
+The room is not proved for all: {len(odd)} of {len(fit) + len(proof)} plans took more than their tensors and this room,
+which their budgets happened to have.
+{odd_words}
+The first is a case of its own: 16 bits and offloading together, with the peak in the backward pass of attention. What
+takes it there, and the few per cent of the others, is not known yet.
 
 A first step in FP16 may be skipped while the
 loss scale is found, and then makes no optimizer state: such a peak is below the predicted one.
