@@ -85,8 +85,11 @@ def _is_on_cpu(task: "Task") -> bool:
     return all(parameter.device.type in ("cpu", "meta") for parameter in task.model.parameters())
 
 
-def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> "Plan":
+def plan(task: "Task", budget: str | int | None, risk: str = "neutral", **how: Any) -> "Plan":
     """A task and a budget such as "1.5GB" -> the plan with the least predicted time that fits it.
+
+    A budget may be a share of what plain training needs, "50%". With None the fastest plan is returned, with the
+    trade-offs that were found (print it) and `least_budget_bytes`, the least that works.
 
     `risk` is exact, neutral or approximate: the most that techniques may change the result. The scratch of PyTorch's
     operators is measured on this machine, unless it is cached. With `rehearse=True` one microbatch is run under the
@@ -105,7 +108,7 @@ def plan(task: "Task", budget: str | int, risk: str = "neutral", **how: Any) -> 
 
 
 def _planned(
-    task: "Task", budget: str | int, risk: str, how: dict[str, Any], link_bytes_per_second: float | None = None
+    task: "Task", budget: str | int | None, risk: str, how: dict[str, Any], link_bytes_per_second: float | None = None
 ) -> "Plan":
     from dataclasses import replace
 

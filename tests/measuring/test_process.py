@@ -42,3 +42,14 @@ def test_a_system_that_tells_nothing_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_RESET", tmp_path / "missing" / "folder")
     with pytest.raises(ShoestringError, match="cannot be reset"):
         process.reset_peak()
+
+
+@pytest.mark.slow
+def test_the_base_of_a_process_is_measured_once_and_more_than_torch_alone(tmp_path, monkeypatch):
+    from shoestring.measuring import base
+
+    monkeypatch.setenv("SHOESTRING_CACHE", str(tmp_path))
+    found = base.process_base_bytes()
+    assert 100_000_000 < found < 2_000_000_000
+    monkeypatch.setattr(base, "_measure", lambda: 1)
+    assert base.process_base_bytes() == found
