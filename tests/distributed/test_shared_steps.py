@@ -129,6 +129,7 @@ def together():
         return layers().loss(model, batch)
 
     seen["a loss that raises"] = raised(lambda: apply(layers().with_(loss=failing), Plan()).step(mine))
+
     def exhausting(model, batch):
         if rank() == 1:
             raise MemoryError("16 TB")
