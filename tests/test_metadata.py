@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import tarfile
 import tomllib
 from pathlib import Path
 
@@ -63,3 +64,18 @@ def test_the_commits_that_blame_skips_exist():
 
 def text(page: str) -> str:
     return (ROOT / page).read_text()
+
+
+def test_a_source_distribution_has_every_file_of_the_package(tmp_path, monkeypatch):
+    build = pytest.importorskip("scikit_build_core.build")
+    monkeypatch.chdir(ROOT)
+    name = build.build_sdist(str(tmp_path))
+    with tarfile.open(tmp_path / name) as archive:
+        found = {member.split("/", 1)[1] for member in archive.getnames() if "/" in member}
+    files = [
+        path
+        for folder in ("src", "csrc")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".cpp", ".h")
+    ]
+    assert len(files) > 200 and {str(path.relative_to(ROOT)) for path in files} <= found
