@@ -24,7 +24,7 @@ from ...units import format_bytes
 from ..microbatch.pieces import ByExamples
 from .gradients import Overlap, gradients, total, untouched, weights_of
 from .rehearsals import saved
-from .saving import SMALL_BYTES, Kept, Rule, SavedPass
+from .saving import Kept, Rule, SavedPass
 
 if TYPE_CHECKING:
     from ...step import Stepper
@@ -149,7 +149,7 @@ class Adaptive:
         whole = all(isfinite(error) for errors in found.values() for error in errors.values())
         return found if whole else {}
 
-    def _under(self, task: Task, rules: tuple[Rule, ...], seed: int = 0, least_bytes: int = SMALL_BYTES) -> Task:
+    def _under(self, task: Task, rules: tuple[Rule, ...], seed: int = 0, least_bytes: int | None = None) -> Task:
         """The task with other rules in the place of those that were chosen."""
         instead = SavedPass(rules, seed, least_bytes)
         return task.with_(contexts=tuple(instead if one is self.context else one for one in task.contexts))

@@ -63,7 +63,7 @@ class SavedPass:
 
     rules: Sequence[Rule]  # a list may change between two passes
     seed: int = 0
-    least_bytes: int = SMALL_BYTES  # a smaller tensor is stored as it is
+    least_bytes: int | None = None  # a smaller tensor is stored as it is; None: SMALL_BYTES
     _passes: list[int] = field(default_factory=lambda: [0], compare=False, repr=False)
 
     @contextmanager
@@ -96,9 +96,9 @@ class Saver:
         stores: dict[str, Store],
         model: nn.Module,
         noise: tuple[int, int] = (0, 0),
-        least_bytes: int = SMALL_BYTES,
+        least_bytes: int | None = None,
     ) -> None:
-        self.least_bytes = least_bytes
+        self.least_bytes = SMALL_BYTES if least_bytes is None else least_bytes
         self.rules, self.codecs, self.stores, self.noise = rules, codecs, stores, noise
         self.place = Place(model)
         self.shared = {word: Deduplicated() for word in codecs}
