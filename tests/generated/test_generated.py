@@ -11,12 +11,12 @@ from comparing import EXACT, least, verdict
 from networks import CONVOLUTIONS, JOINS, NORMS, TOKENS, WALKS, WATCHES, Network, draw
 from pieces import ACTIVATIONS
 
-from shoestring.techniques import activations as saved
+from shoestring.techniques.activations import saving
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(saved, "SMALL_BYTES", 256)  # else no tensor of these networks would go to a file
+    monkeypatch.setattr(saving, "SMALL_BYTES", 256)  # else no tensor of these networks would go to a file
 
 
 def hold(network, plans):
