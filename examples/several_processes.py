@@ -1,5 +1,7 @@
 """One model in several processes: torchrun --nproc-per-node 2 examples/several_processes.py
 
+Or alone: python examples/several_processes.py
+
 Each process steps on its share of the batch, of any size, and all update by the mean over all items. Alone, without
 torchrun, the same script trains on the whole batch, to the same weights up to the order of sums.
 """

@@ -73,6 +73,12 @@ def test_a_new_codec_stores_saved_activations_in_a_quarter():
     assert quantised == pytest.approx(loss, rel=1e-3) and quantised != loss
 
 
+def test_one_of_several_processes_trains_alone_as_well():
+    """In several it is run by tests/distributed/test_torchrun.py."""
+    losses = load("several_processes").main(updates=5)
+    assert losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_an_example_is_short_says_how_it_is_run_and_has_a_test(path):
     text = path.read_text()

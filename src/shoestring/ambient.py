@@ -27,7 +27,8 @@ class Ambient(NamedTuple):
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
     scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced
     offloaded_bytes: list[int] | None = None  # planning.traces: collects the sizes of tensors offloaded
-    entered: tuple[nn.Module, ...] = ()  # training.evaluate: models that run under their task's contexts
+    entered: tuple[nn.Module, ...] = ()  # training.evaluate: models that run under their task's contexts,
+    evaluated: Callable[[int, int], None] | None = None  # and who is told of batches done and in all
 
     @staticmethod
     def now() -> "Ambient":

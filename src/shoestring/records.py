@@ -66,12 +66,12 @@ def matches(value: Any, hint: Any) -> bool:
 
 
 def _is_sane(value: Any) -> bool:
-    """Whether all numbers in it have a meaning: NaN is one, an integer of a thousand digits is not."""
+    """Whether all numbers in it have a meaning: NaN and infinity have, an integer of a thousand digits has not."""
     if isinstance(value, dict):
         return all(map(_is_sane, value.values()))
     if isinstance(value, list):
         return all(map(_is_sane, value))
-    if isinstance(value, float) and math.isnan(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return True
     return not isinstance(value, int | float) or abs(value) < MOST_NUMBER
 

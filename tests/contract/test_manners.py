@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs import astray, doubled, run
+from runs import doubled
 from table import PLANS, STATELESS, lean, task
 from torch import nn
 from torch.nn.modules import module as module_hooks
@@ -126,12 +126,10 @@ def test_what_would_change_nothing_says_so(what):
 @pytest.mark.parametrize(
     "again", [Plan(checkpoint="residual-1"), Plan(checkpoint="every-3"), Plan(activations="offload")]
 )
-def test_a_plan_on_top_of_a_plan_is_still_exact(again):
-    plain = run(doubled(task("gpt")))
+def test_a_plan_on_top_of_a_plan_is_refused_by_name(again):
     first = apply(doubled(task("gpt")), Plan(checkpoint="residual-2*"))
-    second = apply(first.task, again)
-    assert second.task.settings == {"checkpoint": "residual-2*"} | again.techniques()
-    assert astray(run(second.task), plain) < 1e-9
+    with pytest.raises(ShoestringError, match=r"under a plan already \(checkpoint residual-2\*\)"):
+        apply(first.task, again)
 
 
 def test_two_tasks_of_one_model_take_turns():

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import shoestring
 from shoestring import SGD, Plan, Task, apply, builtin, train
 from shoestring.ambient import Ambient
 from shoestring.passes.boundary import CastInputs, CastOutputs
@@ -205,9 +206,11 @@ def test_blocks_that_the_model_itself_runs_again_are_inside_when_they_do():
     assert all(torch.equal(a, b) for a, b in zip(gradients(Coder), gradients(Checkpointed), strict=True))
 
 
-def test_a_second_plan_leaves_one_boundary_and_none_is_taken_for_a_users_hook():
-    lean = apply(builtin("wrn-10-1", batch=4, image=8), Plan(precision="fp16"))
-    again = apply(lean.task, Plan(precision="bf16"))
+def test_there_is_one_boundary_and_none_is_taken_for_a_users_hook():
+    """Also after the model was led back and made lean again."""
+    task = builtin("wrn-10-1", batch=4, image=8)
+    lean = apply(task, Plan(precision="fp16"))
+    again = apply(task.with_(model=shoestring.plain(lean.model)), Plan(precision="bf16"))
     for module in again.model.modules():
         assert [type(hook) for hook in module._forward_pre_hooks.values()] == [CastInputs]
         assert [type(hook) for hook in module._forward_hooks.values()] == [CastOutputs]

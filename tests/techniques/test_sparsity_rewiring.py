@@ -202,7 +202,9 @@ def test_a_threshold_is_the_least_with_the_wanted_number_below_it(numbers, data)
 # -- the optimizer, and what else is in force ------------------------------------------------------------------
 @pytest.mark.parametrize("optimizer", [SGD(momentum=0.9, nesterov=True), Adam()])
 def test_the_optimizer_starts_anew_for_rewired_tensors_and_goes_on_for_the_others(optimizer):
-    task = sparsity.apply(builtin("wrn-10-1", batch=2).with_(optimizer=optimizer), sparsity.Settings(20))
+    task = sparsity.apply(
+        builtin("wrn-10-1", batch=2).with_(optimizer=optimizer), sparsity.Settings(20, positions="random")
+    )
     stepper = Stepper(task)
     stepper.step(task.batch)
     state = stepper.optimizer.state
@@ -228,7 +230,9 @@ def test_the_optimizer_starts_anew_for_rewired_tensors_and_goes_on_for_the_other
     ids=lambda plan: "-".join(map(str, plan.techniques().values())) or "plain",
 )
 def test_training_goes_on_through_rewirings(plan):
-    task = sparsity.apply(builtin("wrn-10-1", batch=4), sparsity.Settings(30, frequency_multiplier=50))
+    task = sparsity.apply(
+        builtin("wrn-10-1", batch=4), sparsity.Settings(30, frequency_multiplier=50, positions="random")
+    )
     lean = apply(task, plan)
     total = sum(counts(lean.model))
     before = [layer.index.clone() for layer in sparse_layers(lean.model)]
@@ -355,7 +359,7 @@ def test_a_run_that_crashed_between_rewirings_is_resumed_to_the_bit(tmp_path):
 
 def test_a_short_run_of_a_plan_rewires_and_its_log_says_when(tmp_path):
     task = builtin("wrn-10-1", batch=2, image=8)
-    lean = apply(task, Plan(nonzero=30))
+    lean = apply(task, Plan(nonzero={"nonzero": 30, "positions": "random"}))
     before = [layer.index.clone() for layer in sparse_layers(lean.model)]
     train(lean, [task.batch] * 20, epochs=2, run=tmp_path / "run")
     assert not any(torch.equal(b, layer.index) for b, layer in zip(before, sparse_layers(lean.model), strict=True))

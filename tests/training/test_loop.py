@@ -531,7 +531,15 @@ def test_a_keyword_that_train_does_not_take_is_refused_with_the_one_that_was_mea
         train(task(), Noise(), updates=1, **{name: 3})
 
 
-def test_a_closed_terminal_saves_the_run_unless_that_signal_is_ignored_as_by_nohup(tmp_path):
+@pytest.fixture
+def heard():
+    """The tests themselves may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_terminal_saves_the_run_unless_that_signal_is_ignored_as_by_nohup(tmp_path, heard):
     def hang_up(event):
         if isinstance(event, Updated) and event.update == 3:
             os.kill(os.getpid(), signal.SIGHUP)

@@ -140,7 +140,7 @@ def test_bleu_says_what_is_missing(monkeypatch):
     with pytest.raises(ShoestringError, match="1 translations have 2 references"):
         bleu(["a"], ["a", "b"])
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ShoestringError, match=r"pip install 'shoestring\[nlp\]'"):
+    with pytest.raises(ShoestringError, match=r"pip install '.*\[nlp\]'"):
         bleu(["a"], ["a"])
 
 

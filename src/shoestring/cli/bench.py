@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     sizes = given(args, "batch", "tokens")
     techniques = techniques_of(args)
     if not args.budget and not techniques:
-        raise WrongUsage("there is nothing to compare: name techniques, as in --precision fp16, or a --budget")
+        raise WrongUsage("there is nothing to compare: name techniques (see --help), or a --budget")
     blank = load_task(args.model, sizes, device="meta")
     plan = make_plan(blank, args) if args.budget else Plan(**techniques)
     changed = load_task(args.model, sizes, device="meta")  # one of its own: a user's model is changed in place
@@ -109,9 +109,7 @@ def measured_peak(task: "Task", plan: "Plan") -> int:
             lean.step(task.batch)
             if lean.stepper.updates == 2:
                 return
-        raise Diverged(
-            f"of {MOST_STEPS} updates the loss scale skipped all but {lean.stepper.updates}: use --precision bf16"
-        )
+        raise Diverged(f"of {MOST_STEPS} updates the loss scale skipped all but {lean.stepper.updates}: use bf16")
 
     return measure_allocator(two_updates, [*lean.held(), *tensors(task.batch)]).peak_bytes
 

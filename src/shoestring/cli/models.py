@@ -17,15 +17,22 @@ def run(args: argparse.Namespace) -> int:
     for name, (about, size) in CATALOGUE.items():
         task = builtin(name, device="meta", **{size: 1 if size == "batch" else 100})
         parameters = sum(parameter.numel() for parameter in task.model.parameters())
-        optimizer = type(task.optimizer).__name__
-        rows.append({"name": name, "about": about, "size": size, "parameters": parameters, "optimizer": optimizer})
+        rows.append(
+            {
+                "name": name,
+                "about": about,
+                "size": size,
+                "parameters": parameters,
+                "trained_by": type(task.optimizer).__name__,
+            }
+        )
     if args.json:
         print_json(rows)
         return 0
-    print(f"{'MODEL':<18} {'parameters':>10}  {'optimizer':<9}  size of a batch  what it is")
+    print(f"{'MODEL':<18} {'parameters':>10}  {'trained by':<10}  size of a batch  what it is")
     for row in rows:
         millions = f"{row['parameters'] / 1e6:.2f} M"
-        print(f"{row['name']:<18} {millions:>10}  {row['optimizer']:<9}  --{row['size'] + ' N':<14}  {row['about']}")
+        print(f"{row['name']:<18} {millions:>10}  {row['trained_by']:<10}  --{row['size'] + ' N':<14}  {row['about']}")
     print(
         "WideResNets of any depth and width are built in as wrn-DEPTH-WIDTH, with a depth of 6n + 4, such as wrn-10-1."
     )

@@ -29,6 +29,7 @@ CATALOGUE = {
     "resnet18": ("ResNet-18 with a stem for 32 x 32 images", "batch"),
     "resnet18-imagenet": ("ResNet-18 on 224 x 224 images", "batch"),
     "vit-tiny": ("a vision transformer, 12 layers of width 192, 4 x 4 patches", "batch"),
+    "convnext-tiny": ("ConvNeXt-T on 224 x 224 images", "batch"),
     "dynamicconv-iwslt": ("the paper's DynamicConv Transformer, for translation", "tokens"),
 }
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..fakes import sparse_tensors
 from ..kernels.define import fake_call
 from ..kernels.flops import flops_of
-from ..ledger import Category, Ledger, Phase
+from ..ledger import BUCKET, Category, Ledger, Phase
 from ..signature import Signature, output_key, signature_of
 from . import sizes
 from .choices import Choices, here, short
@@ -163,11 +163,11 @@ class Tracer(TorchDispatchMode):
         return forget
 
     def claim(self, tensor: Tensor, category: Category, module: str, operation: str = "") -> None:
-        """Sets the category of the tensor's storage (a gradient, say) for its whole life, once."""
+        """Sets the category of the tensor's storage (a gradient, say) for its whole life; a bucket stays one."""
         for storage in _storages(tensor):
             if (number := self._numbers.get(storage._cdata)) is not None:
                 entry = self.ledger.entries[number]
-                if entry.category not in (Category.MODEL, Category.INPUT, category):
+                if entry.category not in (Category.MODEL, Category.INPUT) and entry.operation != BUCKET:
                     entry.category, entry.module = category, module
                     entry.operation = operation or entry.operation
 

@@ -6,7 +6,6 @@ evaluation fits wherever a training step does.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,21 +78,16 @@ def evaluated(task: Task, evaluation: Evaluation) -> float:
         return evaluation(task.model)
 
 
-_progress: ContextVar[Callable[[int, int], None]] = ContextVar("_progress", default=lambda done, total: None)
-
-
 @contextmanager
 def telling(progress: Callable[[int, int], None]) -> Iterator[None]:
     """Calls `progress(done, total)` after each batch of the evaluations inside."""
-    token = _progress.set(progress)
-    try:
+    with Ambient.during(evaluated=progress):
         yield
-    finally:
-        _progress.reset(token)
 
 
 def tell_progress(done: int, total: int) -> None:
-    _progress.get()(done, total)
+    if (progress := Ambient.now().evaluated) is not None:
+        progress(done, total)
 
 
 Score = Callable[[nn.Module, Any], float]  # the sum of the scores of a piece's items

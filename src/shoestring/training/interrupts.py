@@ -32,7 +32,8 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in SIGNALS if number != signal.SIGHUP or not nohup]
         before = {number: signal.signal(number, self._note) for number in heard}
         try:
             yield
