@@ -1,6 +1,9 @@
 // The module: one line a kernel family.
+#include <nanobind/stl/string.h>
+
 #include "core.h"
 
+void bind_allocations(nb::module_&);
 void bind_bitmask(nb::module_&);
 void bind_gradients(nb::module_&);
 void bind_norm(nb::module_&);
@@ -16,16 +19,22 @@ void bind_pooling(nb::module_&);
 void bind_quantise(nb::module_&);
 void bind_windows(nb::module_&);
 
-static bool supports_avx2() {
+// Whether this CPU, and its operating system, run what the core of this name is compiled for.
+static bool supports(const std::string& core) {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-  return false;
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (core == "avx2" || core == "lanes16") return avx2;
+  if (core == "avx512")
+    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
+  return core == "generic";
 }
 
 NB_MODULE(CORE_NAME, m) {
-  m.def("supports_avx2", &supports_avx2);
+  m.attr("lanes") = CORE_LANES;
+  m.def("supports", &supports);
+  bind_allocations(m);
   bind_bitmask(m);
   bind_gradients(m);
   bind_norm(m);

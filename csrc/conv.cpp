@@ -1,6 +1,7 @@
 // Dense convolution and its input gradient: one gathering of taps, over axes that differ.
-// Registers hold 6 pixels x 16 output channels over the whole sum: each step loads 16 weights and 6 source values
-// for 12 fused multiply-adds. Weights are packed into that order, a block of output channels at a time.
+// Registers hold 6 pixels (12 where there are 32 registers) x 2 vectors of output channels: each step loads 2 vectors of
+// weights and 6 source values for 12 fused multiply-adds. Weights are packed into that order, a block of output channels
+// at a time, and a line of pixels passes over a stretch of them that stays in the first cache, before the next stretch.
 #include "conv.h"
 
 #include <nanobind/stl/array.h>
@@ -11,8 +12,10 @@ using namespace conv;
 
 namespace {
 
-constexpr int PIXELS = 6, WIDE = 2 * LANES;
+constexpr int PIXELS = LANES == 16 ? 12 : 6, WIDE = 2 * LANES;
 constexpr int64_t LINE = 8 * PIXELS;  // pixels kept before they are written: whole tiles and whole vectors
+constexpr int64_t STRETCH = 192;      // terms of a sum whose weights stay in the first cache
+static_assert(LINE % LANES == 0, "whole vectors");
 
 struct Run { int64_t offset, length; };  // values that lie together in a band
 
@@ -20,6 +23,13 @@ struct Run { int64_t offset, length; };  // values that lie together in a band
 struct Pattern {
   Axis y, x;
   std::vector<Run> runs;
+
+  void add(int64_t offset, int64_t length) {
+    if (!runs.empty() && runs.back().offset + runs.back().length == offset && runs.back().length + length <= STRETCH)
+      runs.back().length += length;
+    else
+      runs.push_back({offset, length});
+  }
 };
 
 struct Gathering {
@@ -51,10 +61,7 @@ struct Gathering {
         for (const Tap& ty : y.taps)
           for (const Tap& tx : x.taps) {
             const int64_t offset = ((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources;
-            if (!p.runs.empty() && p.runs.back().offset + p.runs.back().length == offset)
-              p.runs.back().length += sources;
-            else
-              p.runs.push_back({offset, sources});
+            for (int64_t i = 0; i < sources; i += STRETCH) p.add(offset + i, std::min(STRETCH, sources - i));
           }
         if (p.runs.empty()) p.runs.push_back({0, 0});  // a position that no tap reaches: its sum is zero
         all.push_back(p);
@@ -83,29 +90,34 @@ Gathering gathering(const Geometry& g, bool backward, bool planar_source, bool p
   return r;
 }
 
-// Sums for P pixels and V vectors of output channels.
+// Adds a run's terms to the sums of P pixels and V vectors of output channels. Loops over the sums are unrolled early, so
+// that the compiler keeps no copy of them in memory.
 template <int P, int V>
-void sum_tile(const float* const* pixels, const std::vector<Run>& runs, const float* weights, float* out) {
-  Vector sum[P][V] = {};
-  const Run *run = runs.data(), *end = run + runs.size();
-  do {
-    const float* x[P];
-    for (int p = 0; p < P; ++p) x[p] = pixels[p] + run->offset;
-    for (int64_t k = 0; k < run->length; ++k, weights += V * LANES) {
-      Vector w[V];
-      for (int v = 0; v < V; ++v) w[v] = load(weights + v * LANES);
-      for (int p = 0; p < P; ++p)
-        for (int v = 0; v < V; ++v) sum[p][v] += w[v] * x[p][k];
-    }
-  } while (++run != end);
-  for (int p = 0; p < P; ++p)
-    for (int v = 0; v < V; ++v) store(out + p * WIDE + v * LANES, sum[p][v]);
+void sum_tile(const float* const* pixels, const Run& run, const float* weights, float* out) {
+  Vector sum[P * V];
+  const float* x[P];
+#pragma GCC unroll 16
+  for (int p = 0; p < P; ++p) x[p] = pixels[p] + run.offset;
+#pragma GCC unroll 32
+  for (int i = 0; i < P * V; ++i) sum[i] = load(out + i / V * WIDE + i % V * LANES);
+  for (int64_t k = 0; k < run.length; ++k, weights += V * LANES) {
+    Vector w[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; ++v) w[v] = load(weights + v * LANES);
+#pragma GCC unroll 32
+    for (int i = 0; i < P * V; ++i) sum[i] += w[i % V] * x[i / V][k];
+  }
+#pragma GCC unroll 32
+  for (int i = 0; i < P * V; ++i) store(out + i / V * WIDE + i % V * LANES, sum[i]);
 }
 
-using Tile = void (*)(const float* const*, const std::vector<Run>&, const float*, float*);
-constexpr Tile TILES[2][PIXELS] = {
-    {sum_tile<1, 1>, sum_tile<2, 1>, sum_tile<3, 1>, sum_tile<4, 1>, sum_tile<5, 1>, sum_tile<6, 1>},
-    {sum_tile<1, 2>, sum_tile<2, 2>, sum_tile<3, 2>, sum_tile<4, 2>, sum_tile<5, 2>, sum_tile<6, 2>}};
+using Tile = void (*)(const float* const*, const Run&, const float*, float*);
+template <int V, int... P>
+constexpr std::array<Tile, PIXELS> tiles(std::integer_sequence<int, P...>) {
+  return {sum_tile<P + 1, V>...};
+}
+constexpr std::array<Tile, PIXELS> TILES[2] = {tiles<1>(std::make_integer_sequence<int, PIXELS>{}),
+                                               tiles<2>(std::make_integer_sequence<int, PIXELS>{})};
 
 inline int vectors(int64_t channels) { return channels > LANES ? 2 : 1; }
 
@@ -122,7 +134,7 @@ std::vector<int64_t> tap_order(const Gathering& g) {
 }
 
 // The weights of up to WIDE output channels, [tap][source channel][output channel]. Output channels lie stride_out
-// kernels apart; along one of them `extent` weights lie together, which are read and turned eight by eight.
+// kernels apart; along one of them `extent` weights lie together, which are read and turned a square at a time.
 template <class T>
 void pack(const Gathering& g, const std::vector<int64_t>& order, const T* weight, int64_t channels, float* to) {
   const int64_t wide = vectors(channels) * LANES, kernel = g.kernel_y * g.kernel_x;
@@ -153,7 +165,7 @@ struct Cursor {
   }
 };
 
-// Writes sums [count][WIDE] of up to 8 channels to a pattern's outputs, from number `first` on.
+// Writes sums [count][WIDE] of up to LANES channels to a pattern's outputs, from number `first` on.
 template <class T>
 void write_line(const Map& map, const Pattern& p, int64_t n, int64_t channel, int lanes, int64_t first, int64_t count,
                 const float* sums, Vector bias, T* out) {
@@ -197,15 +209,17 @@ struct Work {
     for (const Pattern& p : patterns) {
       const int64_t begin = row * p.x.count, end = std::min(row + rows, p.y.count) * p.x.count;
       for (int64_t line = begin; line < end; line += LINE) {
-        alignas(32) float sums[LINE * WIDE];
+        alignas(64) float sums[LINE * WIDE] = {};
         const int64_t count = std::min(LINE, end - line);
+        const float* pixels[LINE];
         Cursor cursor(line, p.x.count);
-        for (int64_t i = 0; i < count; i += PIXELS) {
-          const int few = static_cast<int>(std::min<int64_t>(PIXELS, count - i));
-          const float* pixels[PIXELS];
-          for (int k = 0; k < few; ++k, cursor.next())
-            pixels[k] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
-          TILES[V - 1][few - 1](pixels, p.runs, weights, sums + i * WIDE);
+        for (int64_t i = 0; i < count; ++i, cursor.next())
+          pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
+        const float* stretch = weights;
+        for (const Run& run : p.runs) {
+          for (int64_t i = 0; i < count; i += PIXELS)
+            TILES[V - 1][std::min<int64_t>(PIXELS, count - i) - 1](pixels + i, run, stretch, sums + i * WIDE);
+          stretch += run.length * V * LANES;
         }
         for (int v = 0; v < V; ++v) {
           const int64_t channel = first + v * LANES;
@@ -228,7 +242,7 @@ struct Work {
       const Band band{bands + omp_get_thread_num() * size, row * step + g.span_y.first,
                       g.band_rows(std::min(rows, g.most_rows() - row)), g.span_x.first, g.band_width(),
                       group * g.sources, g.sources, g.sources};
-      for (int64_t i = 0; i < band.rows; ++i) fill_row(source, n, band, i);
+      fill_band(source, n, band);
       for (int64_t c = 0; c < channels; c += WIDE)
         sum_rows(band, n, row, first + c, std::min<int64_t>(WIDE, channels - c), packed + c * g.terms);
     }
@@ -248,7 +262,7 @@ int64_t wide(int64_t channels) { return (channels + WIDE - 1) / WIDE * WIDE; }
 }  // namespace
 
 // The block of output channels and the rows that a budget of scratch bytes allows -> {block, rows, floats}.
-// Six tenths hold weights; each thread's band has its share of the rest. Never less than 16 channels and one row.
+// Six tenths hold weights; each thread's band has its share of the rest. Never less than WIDE channels and one row.
 static std::array<int64_t, 3> conv_plan(const Sizes& sizes, bool backward, int64_t budget, int threads) {
   const Gathering g = gathering(Geometry(sizes), backward, true, true);
   const int64_t floats = budget / sizeof(float);

@@ -146,4 +146,47 @@ void fill_row(const Source<T>& s, int64_t n, const Band& band, int64_t i) {
   widen_row(s, n, y, from, to - from, band, out + (from - band.left) * band.stride);
   zero(to - band.left, band.width);
 }
+
+// Whole rows of a planar source lie one after another: vectors that run on over their ends are full on narrow maps too.
+template <class T>
+void widen_rows(const Source<T>& s, int64_t n, int64_t first, int64_t last, const Band& band) {
+  const int64_t plane = s.map.height * s.map.width, count = (last - first) * s.map.width;
+  for (int64_t c = 0; c < band.channels; c += LANES) {
+    const int lanes = static_cast<int>(std::min<int64_t>(LANES, band.channels - c));
+    const Prologue prepare = prologue(s, band.channel + c, lanes);
+    const T* from = s.data + s.map.at(n, band.channel + c, first, 0);
+    float* to = band.row(first - band.top) - band.left * band.stride + c;
+    int64_t x = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+      const int few = static_cast<int>(std::min<int64_t>(LANES, count - i));
+      Square square;
+      for (int k = 0; k < LANES; ++k) square[k] = k < lanes ? load_part(from + k * plane + i, few) : Vector{};
+      transpose(square);
+      for (int k = 0; k < few; ++k, to += band.stride) {
+        store_part(to, prepare(square[k]), lanes);
+        if (++x == s.map.width) x = 0, to += (band.width - s.map.width) * band.stride;
+      }
+    }
+  }
+}
+
+// All rows of a band.
+template <class T>
+void fill_band(const Source<T>& s, int64_t n, const Band& band) {
+  const int64_t W = s.map.width, H = s.map.height, right = band.left + band.width;
+  if (!s.map.planar || W % LANES == 0 || band.left > 0 || right < W) {
+    for (int64_t i = 0; i < band.rows; ++i) fill_row(s, n, band, i);
+    return;
+  }
+  const int64_t first = std::clamp<int64_t>(0, band.top, band.top + band.rows);
+  const int64_t last = std::clamp<int64_t>(H, first, band.top + band.rows);
+  float *above = band.row(first - band.top), *below = band.row(last - band.top);
+  std::fill(band.data, above, 0.0f);
+  for (float* row = above; row < below; row += band.width * band.stride) {
+    std::fill(row, row - band.left * band.stride, 0.0f);
+    std::fill(row + (W - band.left) * band.stride, row + band.width * band.stride, 0.0f);
+  }
+  std::fill(below, band.row(band.rows), 0.0f);
+  if (first < last) widen_rows(s, n, first, last, band);
+}
 }  // namespace conv

@@ -1,6 +1,6 @@
 // The weight gradient of a dense convolution: dW[o][i][k] = sum over samples and outputs of dy[o] x[i, at tap k].
-// Registers hold 6 pairs (tap, input channel) x 16 output channels over the outputs of a band: each output loads 16
-// gradients and 6 source values for 12 fused multiply-adds. A block of output channels is summed over the whole
+// Registers hold 6 pairs (tap, input channel), 12 where there are 32 registers, x WIDE output channels over the outputs of
+// a band: each output loads WIDE gradients and 6 source values for 12 fused multiply-adds. A block of output channels is summed over the whole
 // batch in FP32 before it is rounded to the storage of the gradient. Threads share the sums out among themselves and
 // fill bands of their own: none waits for another, and the order of a sum does not depend on how many there are.
 #include "conv.h"
@@ -13,10 +13,10 @@ using namespace conv;
 
 namespace {
 
-constexpr int PAIRS = 6, WIDE = 2 * LANES;
-constexpr int64_t ENOUGH = 256;  // outputs that pay for loading and storing the sums
+constexpr int PAIRS = LANES == 16 ? 12 : 6, WIDE = 2 * LANES;
+constexpr int64_t ENOUGH = 256;  // outputs that pay for loading and storing the sums; longer sums lose digits
 
-// A thread's share of the tasks, each 6 pairs of 16 output channels, and the 16s that they belong to.
+// A thread's share of the tasks, each PAIRS pairs of WIDE output channels, and the wides that they belong to.
 struct Share {
   int64_t begin, end, first, last;
   int64_t wides() const { return last - first; }
@@ -36,7 +36,7 @@ struct Correlation {
 
   int64_t pieces() const { return (terms + PAIRS - 1) / PAIRS; }
 
-  // Part `part` of the tasks of `wides` times 16 output channels.
+  // Part `part` of the tasks of `wides` times WIDE output channels.
   Share share(int64_t wides, int64_t part, int64_t parts) const {
     const int64_t tasks = wides * pieces(), begin = tasks * part / parts, end = tasks * (part + 1) / parts;
     return {begin, end, begin / pieces(), begin == end ? begin / pieces() : (end - 1) / pieces() + 1};
@@ -73,30 +73,39 @@ Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int6
 // The outputs of a band, and the steps between samples, rows and pixels of the source.
 struct Outputs { int64_t samples, rows, width, sample_step, row_step, step; };
 
-// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE].
+// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE]. Loops over the sums are unrolled
+// early, so that the compiler keeps no copy of them in memory.
 template <int P, int V>
 void sum_pairs(const float* x, const int64_t* offsets, const float* grad, const Outputs& outputs, float* sums) {
-  Vector sum[P][V] = {};
+  Vector sum[P * V] = {};
   const float* pair[P];
+#pragma GCC unroll 16
   for (int p = 0; p < P; ++p) pair[p] = x + offsets[p];
   for (int64_t sample = 0; sample < outputs.samples; ++sample)
     for (int64_t row = 0; row < outputs.rows; ++row) {
       int64_t at = sample * outputs.sample_step + row * outputs.row_step;
       for (int64_t i = 0; i < outputs.width; ++i, at += outputs.step, grad += WIDE) {
         Vector g[V];
+#pragma GCC unroll 2
         for (int v = 0; v < V; ++v) g[v] = load(grad + v * LANES);
-        for (int p = 0; p < P; ++p)
-          for (int v = 0; v < V; ++v) sum[p][v] += g[v] * pair[p][at];
+#pragma GCC unroll 32
+        for (int s = 0; s < P * V; ++s) sum[s] += g[s % V] * pair[s / V][at];
       }
     }
-  for (int p = 0; p < P; ++p)
-    for (int v = 0; v < V; ++v) store(sums + p * WIDE + v * LANES, load(sums + p * WIDE + v * LANES) + sum[p][v]);
+#pragma GCC unroll 32
+  for (int s = 0; s < P * V; ++s) {
+    float* to = sums + s / V * WIDE + s % V * LANES;
+    store(to, load(to) + sum[s]);
+  }
 }
 
 using Tile = void (*)(const float*, const int64_t*, const float*, const Outputs&, float*);
-constexpr Tile TILES[2][PAIRS] = {
-    {sum_pairs<1, 1>, sum_pairs<2, 1>, sum_pairs<3, 1>, sum_pairs<4, 1>, sum_pairs<5, 1>, sum_pairs<6, 1>},
-    {sum_pairs<1, 2>, sum_pairs<2, 2>, sum_pairs<3, 2>, sum_pairs<4, 2>, sum_pairs<5, 2>, sum_pairs<6, 2>}};
+template <int V, int... P>
+constexpr std::array<Tile, PAIRS> tiles(std::integer_sequence<int, P...>) {
+  return {sum_pairs<P + 1, V>...};
+}
+constexpr std::array<Tile, PAIRS> TILES[2] = {tiles<1>(std::make_integer_sequence<int, PAIRS>{}),
+                                              tiles<2>(std::make_integer_sequence<int, PAIRS>{})};
 
 template <class T>
 struct Work {
@@ -104,8 +113,8 @@ struct Work {
   Source<T> source, grad;
   std::vector<int64_t> offsets;
 
-  // Adds the products of some tasks, each 6 pairs of 16 output channels, over all outputs of the bands. The
-  // gradient's bands, [16 channels at a time][output][16], hold the share's 16s alone.
+  // Adds the products of some tasks, each PAIRS pairs of WIDE output channels, over all outputs of the bands. The
+  // gradient's bands, [WIDE channels at a time][output][WIDE], hold the share's wides alone.
   void sum_tasks(const Band& band, const Band& grads, int64_t samples, Share share, int64_t channels,
                  float* sums) const {
     const int64_t pieces = c.pieces(), row = band.width * band.stride;
@@ -147,10 +156,10 @@ struct Work {
   // Fills the band of a sample, the i-th of those that lie one after another.
   void fill(const Source<T>& from, int64_t n, Band band, int64_t i) const {
     band.data += i * band.rows * band.width * band.stride;
-    for (int64_t row = 0; row < band.rows; ++row) fill_row(from, n, band, row);
+    fill_band(from, n, band);
   }
 
-  // The sums of output channels [first, first + channels) of a group: [16 at a time][pair][16].
+  // The sums of output channels [first, first + channels) of a group: [WIDE at a time][pair][WIDE].
   void run(int64_t group, int64_t first, int64_t channels, float* sums, float* bands, int threads) const {
     const int64_t wides = (channels + WIDE - 1) / WIDE;
     const int parts = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
@@ -161,7 +170,7 @@ struct Work {
   }
 
   // Rounds (or adds) the sums of `channels` output channels to their weights [channel][source channel][tap],
-  // turned eight by eight.
+  // turned a square at a time.
   template <class W>
   void finish(const float* sums, int64_t channels, bool accumulate, W* out, int threads) const {
     const int64_t taps = c.terms / c.sources;
@@ -189,7 +198,7 @@ struct Work {
 
 // What a budget of scratch bytes allows two threads -> {block of output channels, samples, rows, floats}. Six tenths
 // hold sums, the rest the threads' bands of source and gradient; a third thread and more add theirs, for the order of
-// the sums must not depend on them. At least 16 channels and one row of one sample.
+// the sums must not depend on them. At least WIDE channels and one row of one sample.
 static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budget, int threads) {
   Correlation c = correlation(Geometry(sizes), true, true, 1, 1);
   const int64_t floats = budget / static_cast<int64_t>(sizeof(float));
@@ -199,7 +208,7 @@ static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budge
     c.samples = samples, c.rows = rows;
     return wides * c.terms * WIDE + parts * c.share_floats(wides, parts);
   };
-  int64_t samples = 1, rows = c.y.count;
+  int64_t samples = 1, rows = std::min(c.y.count, (ENOUGH + c.x.count - 1) / c.x.count);
   while (rows > 1 && need(1, rows, 2) > floats) rows = (rows + 1) / 2;
   while (samples < c.source.batch && samples * rows * c.x.count < ENOUGH && need(samples + 1, rows, 2) <= floats)
     ++samples;

@@ -59,8 +59,7 @@ float dot(const T* a, const T* b, int64_t count) {
     const int lanes = static_cast<int>(std::min<int64_t>(LANES, count - i));
     sum[0] += load_part(a + i, lanes) * load_part(b + i, lanes);
   }
-  const Vector total = sum[0] + sum[1];
-  return ((total[0] + total[4]) + (total[2] + total[6])) + ((total[1] + total[5]) + (total[3] + total[7]));
+  return sum_lanes(sum[0] + sum[1]);
 }
 
 // The gradient of one kernel: grad_kernels[t, k] = grad_y[t] . x[t + k - left]; zero where x is.

@@ -42,7 +42,9 @@ double sum_of_squares(const T* p, int64_t count) {
   for (; i + LANES <= count; i += LANES) add(load(p + i));
   if (i < count) add(load_part(p + i, static_cast<int>(count - i)));
   const Doubles sum = sums[0] + sums[1];
-  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  double total = 0;
+  for (int i = 0; i < DOUBLES; i += 2) total += sum[i] + sum[i + 1];
+  return total;
 }
 }  // namespace
 

@@ -22,6 +22,15 @@ struct Array {
   float old_scale = 1, new_scale = 1;  // of scaled FP16
 
   bool one_scale() const { return data && scales && storage == FP16; }
+  int64_t bytes(int64_t count) const { return count * (storage == FP32 ? 4 : storage <= BF16 ? 2 : 1); }
+
+  // That block alone.
+  Array block(int64_t number) const {
+    Array one = *this;
+    if (data) one.data = static_cast<uint8_t*>(data) + bytes(number * BLOCK);
+    if (scales && storage >= SIGNED) one.scales += number;
+    return one;
+  }
 };
 
 struct Noise {
@@ -31,12 +40,22 @@ struct Noise {
   // 16 bits for each element of a block: those of 64 counters, a quarter of the block from each half of a word.
   void fill(int64_t block, uint32_t* bits) const {
     constexpr int64_t QUARTER = BLOCK / 4;
-    for (int64_t i = 0; i < QUARTER; ++i) {
-      const Words words = threefry(key, {static_cast<uint32_t>(block * QUARTER + i), stream});
-      bits[i] = words.first & 0xffff;
-      bits[QUARTER + i] = words.first >> 16;
-      bits[2 * QUARTER + i] = words.second & 0xffff;
-      bits[3 * QUARTER + i] = words.second >> 16;
+    constexpr int SIDES = 4;
+    static_assert(QUARTER % (SIDES * LANES) == 0, "whole vectors");
+    BitVector lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    for (int64_t i = 0; i < QUARTER; i += SIDES * LANES) {
+      BitVector first[SIDES], second[SIDES];
+      for (int side = 0; side < SIDES; ++side) {
+        first[side] = lane + static_cast<uint32_t>(block * QUARTER + i + side * LANES);
+        second[side] = BitVector{} + stream;
+      }
+      threefry(key, first, second);
+      for (int side = 0; side < SIDES; ++side) {
+        const BitVector a = first[side], b = second[side], halves[4] = {a & 0xffffu, a >> 16, b & 0xffffu, b >> 16};
+        uint32_t* to = bits + i + side * LANES;
+        for (int part = 0; part < 4; ++part) std::memcpy(to + part * QUARTER, &halves[part], sizeof a);
+      }
     }
   }
 };
@@ -55,86 +74,104 @@ inline float largest(const float* values) {
 
 // -- reading ---------------------------------------------------------------------------------------------------------
 template <class T>
-inline void widen_block(const T* p, int64_t count, float scale, float* out) {
-  for (int64_t i = 0; i < BLOCK; i += LANES) {
-    const int64_t left = count - i;
-    if (left >= LANES) store(out + i, load(p + i) * scale);
-    else store(out + i, left > 0 ? load_part(p + i, static_cast<int>(left)) * scale : Vector{});
-  }
+inline const float* widen_block(const T* p, float scale, float* out) {
+  for (int64_t i = 0; i < BLOCK; i += LANES) store(out + i, load(p + i) * scale);
+  return out;
 }
 
 template <class T>
-inline void decode_block(const T* p, int64_t count, float scale, float* out) {
+inline const float* decode_block(const T* p, float scale, float* out) {
   constexpr float LEVELS = static_cast<T>(-1) < 0 ? 127 : 255;
-  T codes[BLOCK] = {};
-  std::memcpy(codes, p, count);
   for (int64_t i = 0; i < BLOCK; ++i) {
-    const float root = static_cast<float>(codes[i]) * (1 / LEVELS), square = root * root;
+    const float root = static_cast<float>(p[i]) * (1 / LEVELS), square = root * root;
     out[i] = scale * square * (root * std::fabs(root));
   }
+  return out;
 }
 
-inline void widen(const Array& array, int64_t block, int64_t count, float* out) {
-  const int64_t begin = block * BLOCK;
-  if (!array.data) return std::fill(out, out + BLOCK, 0.0f);
-  switch (array.storage) {
-    case FP32: return widen_block(static_cast<const float*>(array.data) + begin, count, 1, out);
-    case FP16: return widen_block(static_cast<const Half*>(array.data) + begin, count, array.old_scale, out);
-    case BF16: return widen_block(static_cast<const Bfloat*>(array.data) + begin, count, 1, out);
-    case SIGNED: return decode_block(static_cast<const int8_t*>(array.data) + begin, count, array.scales[block], out);
-    case UNSIGNED: return decode_block(static_cast<const uint8_t*>(array.data) + begin, count, array.scales[block], out);
+// A block's values: where they are if that is FP32, else in `room`.
+inline const float* widen(const Array& block, float* room) {
+  const void* data = block.data;
+  if (!data) return std::fill(room, room + BLOCK, 0.0f), room;
+  switch (block.storage) {
+    case FP16: return widen_block(static_cast<const Half*>(data), block.old_scale, room);
+    case BF16: return widen_block(static_cast<const Bfloat*>(data), 1, room);
+    case SIGNED: return decode_block(static_cast<const int8_t*>(data), *block.scales, room);
+    case UNSIGNED: return decode_block(static_cast<const uint8_t*>(data), *block.scales, room);
+    default: return static_cast<const float*>(data);
   }
 }
 
 // -- writing ---------------------------------------------------------------------------------------------------------
 // Random bits are added below the last bit that is kept, and what is below it is dropped. A NaN has no place for them.
 template <int DROPPED>
-inline void dither(float* values, const uint32_t* noise) {
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    const uint32_t bits = bits_of<uint32_t>(values[i]), up = bits + (noise[i] >> (16 - DROPPED));
-    const uint32_t kept = (bits & 0x7fffffff) > 0x7f800000 ? bits | 0x400000 : up;
-    values[i] = bits_of<float>(kept & ~((1u << DROPPED) - 1));
-  }
+inline BitVector dither(const float* values, const uint32_t* noise) {
+  BitVector bits, random;
+  std::memcpy(&bits, values, sizeof bits);
+  std::memcpy(&random, noise, sizeof random);
+  const BitVector up = bits + (random >> (16 - DROPPED));
+  return ((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : up) & ~((1u << DROPPED) - 1);
+}
+inline void dither_block(Half* p, const float* in, const uint32_t* noise) {
+  for (int64_t i = 0; i < BLOCK; i += LANES) store(p + i, bits_of<Vector>(dither<13>(in + i, noise + i)));
+}
+inline void dither_block(Bfloat* p, const float* in, const uint32_t* noise) {
+  for (int64_t i = 0; i < BLOCK; i += LANES) store_lower(p + i, dither<16>(in + i, noise + i) >> 16);
 }
 
 template <class T>
-inline void narrow_block(T* p, int64_t count, const float* in) {
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) store(p + i, load(in + i));
-  if (i < count) store_part(p + i, load(in + i), static_cast<int>(count - i));
+inline void narrow_block(T* p, const float* in, const uint32_t* noise) {
+  if constexpr (sizeof(T) == 2) {
+    if (noise) return dither_block(p, in, noise);
+  }
+  for (int64_t i = 0; i < BLOCK; i += LANES) store(p + i, load(in + i));
+}
+
+// x^(1/4), to 1e-7, of what is not negative. q is x^(-1/4) to 3%, by its bits, and the root is x q^3 (x q^4)^(-3/4), whose
+// last factor is 1 + off slope. Two square roots would take longer.
+inline Vector fourth_root(Vector x) {
+  const Vector q = bits_of<Vector>(0x4f584000 - (bits_of<IntVector>(x) >> 2)), square = q * q, part = x * square;
+  const Vector off = part * square - 1, off2 = off * off, root = part * q;
+  const Vector high = (off * 0.57505929f - 0.60163671f) - off2 * 0.53746229f;
+  const Vector slope = (off * 0.65619719f - 0.7499997f) + off2 * high;
+  return root * off * slope + root;
 }
 
 template <class T>
-inline void encode_block(T* p, int64_t count, float* scale, const float* in, const uint32_t* noise) {
-  constexpr float LEVELS = static_cast<T>(-1) < 0 ? 127 : 255;
-  const float top = largest(in), inverse = top < FLT_MIN ? 0 : 1 / top;
-  T codes[BLOCK];
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    const float ratio = std::fabs(in[i]) * inverse, level = LEVELS * std::sqrt(std::sqrt(ratio > 0 ? ratio : 0));
-    const float shift = noise ? static_cast<float>(noise[i]) * 0x1p-16f : 0.5f;
-    // What is not zero does not become zero where there is no sign: a second moment of zero would divide by nothing.
-    const float least = LEVELS == 255 && ratio > 0 ? 1 : 0, code = level + shift;
-    const int32_t whole = static_cast<int32_t>(code < least ? least : code > LEVELS ? LEVELS : code);
-    codes[i] = static_cast<T>(in[i] < 0 ? -whole : whole);
-  }
-  std::memcpy(p, codes, count);
+inline void encode_block(T* p, float* scale, const float* in, const uint32_t* noise) {
+  constexpr bool SIGN = static_cast<T>(-1) < 0;
+  constexpr float LEVELS = SIGN ? 127 : 255 * (1 - 0x1p-22f);  // with the noise it does not reach 256
+  const float top = largest(in), inverse = 1 / top;
   *scale = top < FLT_MIN ? 0 : top;
+  if (top < FLT_MIN || !std::isfinite(top)) return std::fill(p, p + BLOCK, T{});
+  alignas(64) int32_t codes[BLOCK];
+  for (int64_t i = 0; i < BLOCK; i += LANES) {
+    const IntVector bits = bits_of<IntVector>(load(in + i)), sign = SIGN ? bits & INT32_MIN : IntVector{};
+    const Vector ratio = bits_of<Vector>(bits ^ sign) * inverse;
+    IntVector random = IntVector{} + (1 << 15);
+    if (noise) std::memcpy(&random, noise + i, sizeof random);
+    const Vector code = fourth_root(ratio) * LEVELS + __builtin_convertvector(random, Vector) * 0x1p-16f;
+    IntVector whole = __builtin_convertvector(bits_of<Vector>(bits_of<IntVector>(code) | sign), IntVector);
+    // What is not zero does not become zero where there is no sign: a second moment of zero would divide by nothing.
+    if (!SIGN) whole = whole > -(ratio > 0.0f) ? whole : -(ratio > 0.0f);
+    std::memcpy(codes + i, &whole, sizeof whole);
+  }
+  for (int64_t i = 0; i < BLOCK; ++i) p[i] = static_cast<T>(codes[i]);
 }
 
-inline void narrow(const Array& array, int64_t block, int64_t count, float* values, const uint32_t* noise) {
-  const int64_t begin = block * BLOCK;
-  if (!array.data) return;
-  if (array.one_scale())
-    for (int64_t i = 0; i < BLOCK; ++i) values[i] /= array.new_scale;
-  if (noise && array.storage == FP16) dither<13>(values, noise);
-  if (noise && array.storage == BF16) dither<16>(values, noise);
-  switch (array.storage) {
-    case FP32: return narrow_block(static_cast<float*>(array.data) + begin, count, values);
-    case FP16: return narrow_block(static_cast<Half*>(array.data) + begin, count, values);
-    case BF16: return narrow_block(static_cast<Bfloat*>(array.data) + begin, count, values);
-    case SIGNED:
-      return encode_block(static_cast<int8_t*>(array.data) + begin, count, array.scales + block, values, noise);
-    case UNSIGNED:
-      return encode_block(static_cast<uint8_t*>(array.data) + begin, count, array.scales + block, values, noise);
+// Writes a block's values, which change on their way; FP32 ones may be in their place already.
+inline void narrow(const Array& block, float* values, const uint32_t* noise) {
+  void* data = block.data;
+  if (!data || data == values) return;
+  if (block.one_scale()) {
+    const float inverse = 1 / block.new_scale;  // exactly: a power of two
+    for (int64_t i = 0; i < BLOCK; i += LANES) store(values + i, load(values + i) * inverse);
+  }
+  switch (block.storage) {
+    case FP32: return narrow_block(static_cast<float*>(data), values, nullptr);
+    case FP16: return narrow_block(static_cast<Half*>(data), values, noise);
+    case BF16: return narrow_block(static_cast<Bfloat*>(data), values, noise);
+    case SIGNED: return encode_block(static_cast<int8_t*>(data), block.scales, values, noise);
+    case UNSIGNED: return encode_block(static_cast<uint8_t*>(data), block.scales, values, noise);
   }
 }

@@ -1,6 +1,6 @@
 // Batch norm over a map of (batch, channels, pixels), fused with ReLU: storage of any width, arithmetic in FP32,
 // sums over the map in FP64. Both layouts are read as strips: vectors a fixed step apart that belong to one
-// channel (planar: pixels inside) or to eight neighbouring channels (rows: channels inside).
+// channel (planar: pixels inside) or to LANES neighbouring channels (rows: channels inside).
 #include <algorithm>
 #include <cmath>
 
@@ -69,10 +69,6 @@ inline Vector spread(const Map& map, const float* coefficient, const Strip& s) {
   return map.planar ? broadcast(coefficient[s.channel]) : load_part(coefficient + s.channel, s.lanes);
 }
 
-inline float sum_lanes(Vector v) {
-  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
-
 // Two sums over a strip, in pieces, and how they join the totals of their channels.
 struct Sums {
   Vector first[4] = {}, second[4] = {};
@@ -130,7 +126,7 @@ void sum_strip(const Map& map, const T* x, const float* guess, const Strip& s, d
   });
   double *to_first = totals + s.channel, *to_second = to_first + map.channels;
   for (int i = 0; i < s.lanes; ++i) {
-    const int channel = map.planar ? 0 : i, half = i / 4, lane = i % 4;
+    const int channel = map.planar ? 0 : i, half = i / DOUBLES, lane = i % DOUBLES;
     to_first[channel] += first[0][half][lane] + first[1][half][lane];
     to_second[channel] += second[0][half][lane] + second[1][half][lane];
   }
@@ -202,8 +198,8 @@ struct Backward {
   }
 
   // grad_x = scale (dz - mean(dz) - xhat mean(dz xhat)) = scale dz + slope (x - mean) + constant
-  void finish(int64_t c, const double* totals, float* grad_gamma, float* grad_beta) const {
-    const double count = static_cast<double>(map.rows()), inv = invstd[c];
+  void finish(int64_t c, const double* totals, double count, float* grad_gamma, float* grad_beta) const {
+    const double inv = invstd[c];
     grad_beta[c] = static_cast<float>(totals[c]);
     grad_gamma[c] = static_cast<float>(totals[map.channels + c] * inv);
     k.slope[c] = static_cast<float>(-k.scale[c] * inv * inv * totals[map.channels + c] / count);
@@ -224,10 +220,17 @@ struct Backward {
   }
 };
 
+// `sums`, where they are known, are the gradients of gamma and beta over `count` values of each channel, of which this
+// map has a part.
 template <class T>
-void run(const Backward<T>& b, double* totals, float* grad_gamma, float* grad_beta, int threads) {
-  sum_parts(b.map, totals, threads, [&](int64_t part, double* own) { b.sum(part, own); });
-  for (int64_t c = 0; c < b.map.channels; ++c) b.finish(c, totals, grad_gamma, grad_beta);
+void run(const Backward<T>& b, const float* sums, int64_t count, double* totals, float* grad_gamma, float* grad_beta,
+         int threads) {
+  const int64_t channels = b.map.channels;
+  if (!sums) sum_parts(b.map, totals, threads, [&](int64_t part, double* own) { b.sum(part, own); });
+  for (int64_t c = 0; c < channels; ++c) {
+    if (sums) totals[channels + c] = sums[c] / static_cast<double>(b.invstd[c]), totals[c] = sums[channels + c];
+    b.finish(c, totals, static_cast<double>(sums ? count : b.map.rows()), grad_gamma, grad_beta);
+  }
   each_part(b.map, threads, [&](int64_t part) { b.apply(part); });
 }
 
@@ -258,11 +261,11 @@ static void batch_norm_apply(Address x, int storage, int64_t batch, int64_t chan
   });
 }
 
-// `coefficients` is scratch for 4 x channels floats; gamma, beta and add may be 0.
+// `coefficients` is scratch for 4 x channels floats; gamma, beta, add and sums may be 0.
 static void batch_norm_backward(Address grad, Address x, int storage, int64_t batch, int64_t channels, int64_t pixels,
                                 bool planar, Address mean, Address invstd, Address gamma, Address beta, bool rectify,
-                                Address add, Address grad_x, Address grad_gamma, Address grad_beta,
-                                Address coefficients, Address totals, int threads) {
+                                Address add, Address sums, int64_t count, Address grad_x, Address grad_gamma,
+                                Address grad_beta, Address coefficients, Address totals, int threads) {
   const Map map{batch, channels, pixels, planar};
   float* k = at<float>(coefficients);
   fold(mean, invstd, gamma, beta, coefficients, coefficients + channels * sizeof(float), channels);
@@ -270,7 +273,7 @@ static void batch_norm_backward(Address grad, Address x, int storage, int64_t ba
     using T = decltype(type);
     const Backward<T> backward{map, at<T>(grad), at<T>(x), at<T>(add), at<float>(mean), at<float>(invstd), rectify,
                                at<T>(grad_x), {k, k + channels, k + 2 * channels, k + 3 * channels}};
-    run(backward, at<double>(totals), at<float>(grad_gamma), at<float>(grad_beta), threads);
+    run(backward, at<float>(sums), count, at<double>(totals), at<float>(grad_gamma), at<float>(grad_beta), threads);
   });
 }
 

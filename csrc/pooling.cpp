@@ -28,6 +28,26 @@ static void add_row(const T* row, int64_t count, float* sums) {
   if (i < count) store_part(sums + i, load_part(sums + i, count - i) + load_part(row + i, count - i), count - i);
 }
 
+// The sums of `count` runs of k numbers, one run after another; k known to the compiler makes it vectors.
+template <int K>
+static void sum_runs(const float* p, int64_t count, float* sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (int t = 0; t < K; ++t) sum += p[i * K + t];
+    sums[i] = sum;
+  }
+}
+static void sum_runs(const float* p, int64_t k, int64_t count, float* sums) {
+  if (k == 2) return sum_runs<2>(p, count, sums);
+  if (k == 4) return sum_runs<4>(p, count, sums);
+  if (k == 8) return sum_runs<8>(p, count, sums);
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (int64_t t = 0; t < k; ++t) sum += p[i * k + t];
+    sums[i] = sum;
+  }
+}
+
 template <class T>
 static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
   const int64_t high = ceil_div(in.height, k), wide = ceil_div(in.width, k), line = in.width * in.inner;
@@ -36,7 +56,11 @@ static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
     const int64_t rows = std::min(k, in.height - a * k);
     std::fill(sums, sums + line, 0.0f);
     for (int64_t r = 0; r < rows; ++r) add_row(x + (a * k + r) * line, line, sums);
-    for (int64_t b = 0; b < wide; ++b) {
+    const int64_t whole = in.inner == 1 ? in.width / k : 0;
+    sum_runs(sums, k, whole, averages);
+    const float whole_share = 1.0f / static_cast<float>(rows * k);
+    for (int64_t b = 0; b < whole; ++b) averages[b] *= whole_share;
+    for (int64_t b = whole; b < wide; ++b) {
       const int64_t columns = std::min(k, in.width - b * k);
       const float share = 1.0f / static_cast<float>(rows * columns);
       for (int64_t c = 0; c < in.inner; ++c) {
@@ -53,17 +77,17 @@ static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
   }
 }
 
-// Planes of x are `apart` elements from each other. `scratch`: for each thread, the floats of a row of x and of averages.
+// Planes of x are `apart` elements from each other. `scratch`: `own` floats for each thread, at least a row of x and of
+// averages.
 static void pool(Address x, int code, int64_t planes, int64_t apart, int64_t height, int64_t width, int64_t inner,
-                 int64_t k, Address out, Address scratch, int threads) {
+                 int64_t k, Address out, Address scratch, int64_t own, int threads) {
   const Plane in{height, width, inner};
   const int64_t wide = ceil_div(width, k), pooled = ceil_div(height, k) * wide * inner;
   with_storage(code, [&](auto kind) {
     using T = decltype(kind);
 #pragma omp parallel for num_threads(threads)
     for (int64_t p = 0; p < planes; ++p) {
-      float* own = at<float>(scratch) + omp_get_thread_num() * (width + wide) * inner;
-      pool_plane(at<T>(x) + p * apart, in, k, at<T>(out) + p * pooled, own);
+      pool_plane(at<T>(x) + p * apart, in, k, at<T>(out) + p * pooled, at<float>(scratch) + omp_get_thread_num() * own);
     }
   });
 }
@@ -83,6 +107,10 @@ struct Sizes {
   int64_t samples, channels, first, count;  // of the gradient; [first, first + count) of its channels are read
   int64_t out_height, out_width, height, width, k;
   Taps rows, columns;
+  int64_t lead, line;  // a row of the gradient with the zeros before and after it that some tap reads; its floats
+
+  // Whether the outputs that read a block are k neighbours, for every tap: then they are summed by vectors.
+  bool runs() const { return columns.stride == 1 && width % k == 0; }
 };
 
 // The outputs that read each block, [taps][blocks][2], for the rows and then for the columns.
@@ -98,17 +126,22 @@ template <class T>
 static void sum_blocks(const T* grad, const Sizes& s, const int64_t* rows, const int64_t* columns, float* line,
                        float* sums, int64_t stride) {
   const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k);
+  float* row_sums = line + s.lead;
   for (int64_t u = 0; u < s.rows.count; ++u) {
     for (int64_t a = 0; a < high; ++a) {
       const int64_t* i = rows + 2 * (u * high + a);
-      std::fill(line, line + s.out_width, 0.0f);
-      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, line);
+      std::fill(line, line + s.line, 0.0f);
+      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, row_sums);
       for (int64_t v = 0; v < s.columns.count; ++v) {
         float* out = sums + (u * s.columns.count + v) * stride + a * wide;
+        if (s.runs()) {
+          sum_runs(row_sums - s.columns.first[v], s.k, wide, out);
+          continue;
+        }
         const int64_t* j = columns + 2 * v * wide;
         for (int64_t b = 0; b < wide; ++b, j += 2) {
           float sum = 0;
-          for (int64_t column = j[0]; column < j[1]; ++column) sum += line[column];
+          for (int64_t column = j[0]; column < j[1]; ++column) sum += row_sums[column];
           out[b] = sum;
         }
       }
@@ -116,15 +149,15 @@ static void sum_blocks(const T* grad, const Sizes& s, const int64_t* rows, const
   }
 }
 
-// out [count taps, samples blocks]; `scratch`: for each thread the floats of a row of the gradient; `ranges`: two
+// out [count taps, samples blocks]; `scratch`: for each thread a row of the gradient with its zeros; `ranges`: two
 // integers for each block of each tap of the rows, and of the columns.
-static void block_sums(Address grad, int code, const std::array<int64_t, 11>& sizes,
+static void block_sums(Address grad, int code, const std::array<int64_t, 13>& sizes,
                        const std::vector<int64_t>& rows_first, const std::vector<int64_t>& columns_first, Address out,
                        Address scratch, Address ranges, int threads) {
   const auto& z = sizes;
   const Sizes s{z[0], z[1], z[2], z[3], z[4], z[5], z[6], z[7], z[8],
                 {static_cast<int64_t>(rows_first.size()), z[9], rows_first.data()},
-                {static_cast<int64_t>(columns_first.size()), z[10], columns_first.data()}};
+                {static_cast<int64_t>(columns_first.size()), z[10], columns_first.data()}, z[11], z[12]};
   const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k), blocks = high * wide;
   const int64_t taps = s.rows.count * s.columns.count;
   const int64_t plane = s.out_height * s.out_width, stride = s.samples * blocks;
@@ -136,7 +169,7 @@ static void block_sums(Address grad, int code, const std::array<int64_t, 11>& si
 #pragma omp parallel for collapse(2) num_threads(team(threads, s.samples * s.count * plane))
     for (int64_t o = 0; o < s.count; ++o)
       for (int64_t n = 0; n < s.samples; ++n) {
-        float* own = at<float>(scratch) + omp_get_thread_num() * s.out_width;
+        float* own = at<float>(scratch) + omp_get_thread_num() * s.line;
         const T* from = at<T>(grad) + (n * s.channels + s.first + o) * plane;
         sum_blocks(from, s, rows, columns, own, at<float>(out) + o * taps * stride + n * blocks, stride);
       }

@@ -38,16 +38,16 @@ static inline uint16_t bfloat_above(float x) {
 
 // For each of `count` elements of the group with this number: 16 random bits, as a number between 0 and 1.
 static inline void draw(Words key, int64_t group, int count, float* u) {
-  constexpr IntVector LANE = {0, 1, 2, 3, 4, 5, 6, 7};
+  BitVector lane;
+  for (int i = 0; i < LANES; ++i) lane[i] = i;
   const int quarter = (count + 3) / 4;
   const uint64_t first = static_cast<uint64_t>(group) * (GROUP / 4);  // 64 divides it: no carry below
   uint32_t words[2][GROUP / 4 + LANES];
   for (int c = 0; c < quarter; c += LANES) {
-    BitVector a = bits_of<BitVector>(LANE) + static_cast<uint32_t>(first + c);
-    BitVector b = BitVector{} + static_cast<uint32_t>(first >> 32);
+    BitVector a[1] = {lane + static_cast<uint32_t>(first + c)}, b[1] = {BitVector{} + static_cast<uint32_t>(first >> 32)};
     threefry(key, a, b);
-    std::memcpy(words[0] + c, &a, sizeof a);
-    std::memcpy(words[1] + c, &b, sizeof b);
+    std::memcpy(words[0] + c, a, sizeof a);
+    std::memcpy(words[1] + c, b, sizeof b);
   }
   for (int part = 0; part < 4; ++part)  // in order: what goes beyond a quarter is overwritten by the next
     for (int c = 0; c < quarter; c += LANES) {
@@ -112,7 +112,7 @@ static void dequantise_group(const uint8_t* in, const uint16_t* range, int count
   constexpr int PER_BYTE = 8 / BITS, LEVELS = (1 << BITS) - 1;
   const int bytes = (count + PER_BYTE - 1) / PER_BYTE;
   const float low = widen(Bfloat{range[0]}), step = (widen(Bfloat{range[1]}) - low) / LEVELS;
-  float wide[GROUP + 8];
+  float wide[GROUP + LANES];
   for (int part = 0; part < PER_BYTE; ++part)
     for (int j = 0; j < bytes; ++j)
       wide[j + part * bytes] = low + static_cast<float>((in[j] >> (part * BITS)) & LEVELS) * step;

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 8192;  // entries decoded at a time
+// Entries decoded at a time. Of few samples there is little to compute for each, and who runs few is short of memory.
+int64_t block_of(const Geometry& g) { return g.samples < 4 ? 2048 : 8192; }
 constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 
 // What one thread works with.
@@ -19,7 +20,7 @@ struct Workspace {
   float* sums;  // forward: of the chunks so far, a tile for each line and class; weight gradient: of each entry
   Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Arena& arena)
       : source(arena.take<float>((g.channels + 1) * g.channel)),
-        blocks(nonzeros, g.channel * 4, lines, BLOCK, arena) {
+        blocks(nonzeros, g.channel * 4, lines, block_of(g), arena) {
     const int64_t tiles = (g.chunks() > 1 ? blocks.height() : 1) * g.classes() * g.tile_vectors * LANES;
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : tiles);
     if (!arena.base) return;
@@ -36,22 +37,22 @@ int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, Split split
   return Workspace(g, nonzeros, divide_up(g.lines, split.lines), arena).blocks.countable() ? arena.used : TOO_LARGE;
 }
 
-// One tile of one line, whose bins start at `starts`: V is the number of vectors in a row, 0 where it is flat.
-template <int V, int NV>
+// One tile of one line, whose bins start at `starts`: ROW is the floats of a row, 0 where it is flat.
+template <int ROW, int NV>
 ALWAYS_INLINE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const int32_t* starts, const char* base) {
   int64_t entry = starts[0];
-  if constexpr (V == 0) {
+  if constexpr (ROW == 0) {
     accumulate(sum, blocks, entry, starts[1], base);
   } else {
     if (starts[1] > entry) {
       accumulate(sum, blocks, entry, starts[1], base);
-      move_right<V>(sum, sum);
+      move_right<ROW>(sum, sum);
     }
     accumulate(sum, blocks, entry, starts[2], base);
     if (starts[3] > entry) {
       Vector right[NV] = {};
       accumulate(right, blocks, entry, starts[3], base);
-      move_left<V>(right, right);
+      move_left<ROW>(right, right);
 #pragma GCC unroll 8
       for (int v = 0; v < NV; ++v) sum[v] += right[v];
     }
@@ -59,14 +60,14 @@ ALWAYS_INLINE void convolve_tile(Vector (&sum)[NV], const Blocks& blocks, const 
 }
 
 // One tile of every line of the block, and of every class; the bias is added before anything is rounded.
-template <class T, int V, int NV>
+template <class T, int ROW, int NV>
 void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile, const float* bias, T* out) {
   const Blocks& blocks = space.blocks;
   const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
   const int64_t classes = g.classes(), chunks = g.chunks(), shifts = g.shifts(), bins = chunks * classes * shifts;
   const int64_t stretch = tile.rows.begin * g.row + tile.start;
   const char* base = reinterpret_cast<const char*>(space.source + tile.start);
-  const Placement placement = placement_of<V, NV>(g, tile);
+  const Placement placement = placement_of<ROW, NV>(g, tile);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int32_t* starts = blocks.starts + chunk * classes * shifts;
     T* line_out = out + blocks.first * map;
@@ -75,14 +76,14 @@ void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile,
       if (placement == Placement::STRETCH) prefetch_tile<NV, true>(line_out + AHEAD * map + stretch);
       for (int64_t klass = 0; klass < classes; ++klass, sums += LANES * NV) {
         Vector sum[NV] = {};
-        convolve_tile<V>(sum, blocks, starts + klass * shifts, base);
+        convolve_tile<ROW>(sum, blocks, starts + klass * shifts, base);
         if (chunk > 0) add_tile(sum, sums);
         if (bias && chunk + 1 == chunks) add_to_tile(sum, bias[blocks.first + line]);
         if (chunk + 1 == chunks && placement == Placement::STRETCH) {
           keep_tile(sum, line_out + stretch);
         } else {
           keep_tile(sum, sums);
-          if (chunk + 1 == chunks) store_apart<T, V, NV>(g, tile, placement, sums, line_out, klass);
+          if (chunk + 1 == chunks) store_apart<T, ROW, NV>(g, tile, placement, sums, line_out, klass);
         }
       }
     }
@@ -90,13 +91,13 @@ void convolve_lines(const Geometry& g, const Workspace& space, const Tile& tile,
 }
 
 // For every entry of the block, the product of its line's gradient with what it reads, summed over one tile.
-template <class T, int V, int NV>
+template <class T, int ROW, int NV>
 void dot_lines(const Geometry& g, const Workspace& space, const Tile& tile, const T* gradient) {
   const Blocks& blocks = space.blocks;
   const int64_t map = g.h.written_size() * g.w.written_size(), lines = blocks.last - blocks.first;
   const int64_t chunks = g.chunks(), shifts = g.shifts(), stretch = tile.rows.begin * g.row + tile.start;
   const char* base = reinterpret_cast<const char*>(space.source + tile.start);
-  const Placement placement = placement_of<V, NV>(g, tile);
+  const Placement placement = placement_of<ROW, NV>(g, tile);
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int32_t* starts = blocks.starts + chunk * shifts;
     const T* line_gradient = gradient + blocks.first * map;
@@ -108,35 +109,44 @@ void dot_lines(const Geometry& g, const Workspace& space, const Tile& tile, cons
       } else {
         gather_pixels(g, tile, line_gradient, whole);
       }
-      if constexpr (V == 0) {
+      if constexpr (ROW == 0) {
         dot(whole, blocks.offsets, starts[0], starts[1], base, space.sums);
       } else {  // what the convolution shifts after the sum is shifted the other way before it
         Vector moved[NV];
-        move_left<V>(moved, whole);
+        move_left<ROW>(moved, whole);
         dot(moved, blocks.offsets, starts[0], starts[1], base, space.sums);
         dot(whole, blocks.offsets, starts[1], starts[2], base, space.sums);
-        move_right<V>(moved, whole);
+        move_right<ROW>(moved, whole);
         dot(moved, blocks.offsets, starts[2], starts[3], base, space.sums);
       }
     }
   }
 }
 
-// body(constants): the number of vectors in a row and in a tile, known to the compiler.
-template <int V, int NV>
-struct Form { static constexpr int row_vectors = V, tile_vectors = NV; };
+// body(constants): the floats of a row, 0 where it is flat, and the vectors of a tile, known to the compiler.
+template <int ROW, int NV>
+struct Form { static constexpr int row = ROW, vectors = NV; };
+template <int ROW, class Body>
+void with_vectors(const Geometry& g, Body body) {
+  switch (g.tile_vectors) {
+    case 2: return body(Form<ROW, 2>{});
+    case 4: return body(Form<ROW, 4>{});
+    case 8: return body(Form<ROW, 8>{});
+  }
+}
 template <class Body>
 void with_form(const Geometry& g, Body body) {
-  switch (g.row_vectors) {
-    case 0: return body(Form<0, 8>{});
-    case 1: return body(Form<1, 8>{});
-    case 2: return body(Form<2, 8>{});
-    case 3: return body(Form<3, 6>{});
-    case 4: return body(Form<4, 8>{});
-    case 5: return body(Form<5, 5>{});
-    case 6: return body(Form<6, 6>{});
-    case 7: return body(Form<7, 7>{});
-    case 8: return body(Form<8, 8>{});
+  if (!g.whole_rows) return with_vectors<0>(g, body);
+  if (g.row < LANES) return with_vectors<LANES / 2>(g, body);
+  switch (g.row / LANES) {
+    case 1: return body(Form<1 * LANES, 8>{});
+    case 2: return body(Form<2 * LANES, 8>{});
+    case 3: return body(Form<3 * LANES, 6>{});
+    case 4: return body(Form<4 * LANES, 8>{});
+    case 5: return body(Form<5 * LANES, 5>{});
+    case 6: return body(Form<6 * LANES, 6>{});
+    case 7: return body(Form<7 * LANES, 7>{});
+    case 8: return body(Form<8 * LANES, 8>{});
   }
 }
 
@@ -162,7 +172,7 @@ Nonzeros nonzeros_of(const Sizes& sizes, const Geometry& g, bool ranked, Address
 
 int64_t convolve_scratch(const Sizes& sizes, bool transposed, int64_t count, int threads) {
   const Geometry g(sizes, transposed);
-  const Split split = share(g, count, threads, BLOCK);
+  const Split split = share(g, count, threads, block_of(g));
   const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, false, 0, 0, 0, 0, count), split);
   return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes;
 }
@@ -173,7 +183,7 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
               Address out, Address scratch, int threads) {
   const Geometry g(sizes, transposed);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, false, values, values_code, index, index_size, count);
-  const Split split = share(g, count, threads, BLOCK);
+  const Split split = share(g, count, threads, block_of(g));
   const int64_t bytes = workspace_bytes(g, nonzeros, split);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   on_threads(split.samples * split.lines, [&](int64_t thread) {
@@ -186,7 +196,7 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
         using T = decltype(tag);
         with_form(g, [&](auto form) {
           const auto body = [&](int64_t n, const Tile& tile) {
-            convolve_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<float>(bias),
+            convolve_lines<T, form.row, form.vectors>(g, space, tile, at<float>(bias),
                                                                          at<T>(out) + n * written);
           };
           each_tile(g, samples, at<T>(source), {at<float>(scale), at<float>(shift)}, space.source, body);
@@ -196,9 +206,14 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
   });
 }
 
+// Threads that share samples need sums of their own, as large as the weight twice over: few samples are not shared.
+Split share_gradient(const Geometry& g, int64_t count, int64_t threads) {
+  return g.samples < 4 * threads && g.lines >= threads ? Split{1, threads} : share(g, count, threads, block_of(g));
+}
+
 int64_t weight_gradient_scratch(const Sizes& sizes, int64_t count, int threads) {
   const Geometry g(sizes, false);
-  const Split split = share(g, count, threads, BLOCK);
+  const Split split = share_gradient(g, count, threads);
   const int64_t partial = split.samples > 1 ? split.samples * round_up(count * 4, 64) : 0;
   const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, true, 0, 0, 0, 0, count), split);
   return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes + partial;
@@ -211,7 +226,7 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
                      Address scratch, int threads) {
   const Geometry g(sizes, false);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, true, 0, 0, index, index_size, count);
-  const Split split = share(g, count, threads, BLOCK);
+  const Split split = share_gradient(g, count, threads);
   const int64_t bytes = workspace_bytes(g, nonzeros, split), stride = round_up(count, 16);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   float* partial = at<float>(scratch + threads * bytes);
@@ -228,7 +243,7 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
         using T = decltype(tag);
         with_form(g, [&](auto form) {
           const auto body = [&](int64_t n, const Tile& tile) {
-            dot_lines<T, form.row_vectors, form.tile_vectors>(g, space, tile, at<T>(dy) + n * written);
+            dot_lines<T, form.row, form.vectors>(g, space, tile, at<T>(dy) + n * written);
           };
           each_tile(g, samples, at<T>(x), {at<float>(scale), at<float>(shift)}, space.source, body);
         });

@@ -9,6 +9,8 @@
 #include <array>
 #include <cstdint>
 
+#include "vector.h"
+
 inline int64_t divide_down(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 inline int64_t modulo(int64_t a, int64_t b) { return a - divide_down(a, b) * b; }
 inline int64_t divide_up(int64_t a, int64_t b) { return -divide_down(-a, b); }
@@ -57,17 +59,18 @@ struct Axis {
   }
 };
 
-constexpr int64_t TILE_VECTORS = 8, SOURCE_BYTES = 40 << 10, CACHE_BYTES = 26 << 10;
+constexpr int64_t TILE_VECTORS = 8, LEAST_VECTORS = 2, SOURCE_BYTES = 40 << 10, CACHE_BYTES = 26 << 10;
 
 // The layout of the source in scratch. Two forms:
-// whole rows (row_vectors 1-8): a row is padded to whole vectors, a tile is one or more rows, and the one-pixel shifts
-//   of a three-wide kernel are made in registers, so that every load is aligned;
-// flat (row_vectors 0): rows with their margins follow one another, a tile is any 64 neighbours, and a load may be
-//   unaligned: any width, kernel and dilation.
+// whole rows: a row is padded to whole vectors, or to half of one, a tile is one or more rows, and the one-pixel shifts
+//   of a three-wide kernel are made in registers, so that loads are aligned (to half a vector where rows are that long);
+// flat: rows with their margins follow one another, a tile is any neighbours, and a load may be unaligned: any width,
+//   kernel and dilation.
 struct Geometry {
   Axis h, w;
   int64_t samples, channels, lines;  // channels are read, lines are written
-  int64_t row_vectors, tile_vectors, row;   // `row` in floats
+  bool whole_rows;
+  int64_t row, tile_vectors;  // `row` in floats
   int64_t band_rows;  // rows of the grid for which the source is in scratch at one time
   int64_t plane, channel;  // floats
   int64_t chunk_channels;  // so many channels of one tile's source fit the nearest cache
@@ -78,35 +81,37 @@ struct Geometry {
         lines(sizes[transposed ? IN_CHANNELS : OUT_CHANNELS]) {
     const int64_t width = std::max(w.grid(), divide_up(w.source_size(), w.step()));
     const bool shifts = w.low < 0 || w.high > 0;
-    const bool whole_rows = shifts && w.low >= -1 && w.high <= 1 && width <= 8 * TILE_VECTORS;
-    row_vectors = whole_rows ? divide_up(width, 8) : 0;
-    row = whole_rows ? 8 * row_vectors : w.grid() + w.halo();
-    tile_vectors = whole_rows ? TILE_VECTORS / row_vectors * row_vectors : TILE_VECTORS;
-    const int64_t tile_rows = whole_rows ? tile_vectors / row_vectors : 1;
+    whole_rows = shifts && w.low >= -1 && w.high <= 1 && width <= LANES * TILE_VECTORS;
+    row = !whole_rows ? w.grid() + w.halo() : width <= LANES / 2 ? LANES / 2 : round_up(width, LANES);
+    tile_vectors = whole_rows ? LANES * TILE_VECTORS / row * row / LANES : TILE_VECTORS;
+    if (!whole_rows || row < LANES)  // a small map fills fewer vectors than a tile may have
+      while (tile_vectors > LEAST_VECTORS && floats(h.grid()) <= tile_vectors / 2 * LANES) tile_vectors /= 2;
+    const int64_t tile_rows = whole_rows ? tile_vectors * LANES / row : 1;
     const int64_t row_bytes = channels * h.planes() * w.planes() * row * 4;
     const int64_t rows = SOURCE_BYTES / std::max<int64_t>(row_bytes, 1) - h.halo();
     band_rows = std::min(round_up(h.grid(), tile_rows), std::max(tile_rows, rows / tile_rows * tile_rows));
-    plane = round_up(tiles(band_rows) * tile_vectors * 8 + h.halo() * row + (whole_rows ? 0 : w.halo()), 8);
+    plane = round_up(tiles(band_rows) * tile_vectors * LANES + h.halo() * row + (whole_rows ? 0 : w.halo()), LANES);
     channel = plane * h.planes() * w.planes();
-    const int64_t tile_bytes = (tile_vectors * 8 + h.halo() * row) * h.planes() * w.planes() * 4;
+    const int64_t tile_bytes = (tile_vectors * LANES + h.halo() * row) * h.planes() * w.planes() * 4;
     const int64_t fitting = std::max<int64_t>(1, CACHE_BYTES / tile_bytes);
     chunk_channels = std::max<int64_t>(1, divide_up(channels, divide_up(channels, fitting)));
   }
   int64_t chunks() const { return divide_up(channels, chunk_channels); }
-  int64_t tiles(int64_t rows) const { return divide_up((rows - 1) * row + (row_vectors ? row : w.grid()), tile_vectors * 8); }
+  int64_t floats(int64_t rows) const { return (rows - 1) * row + (whole_rows ? row : w.grid()); }  // first to last
+  int64_t tiles(int64_t rows) const { return divide_up(floats(rows), tile_vectors * LANES); }
   int64_t classes() const { return h.classes() * w.classes(); }
-  int64_t shifts() const { return row_vectors ? 3 : 1; }  // by -1, 0, 1; or not grouped
+  int64_t shifts() const { return whole_rows ? 3 : 1; }  // by -1, 0, 1; or not grouped
   int64_t groups() const { return classes() * shifts(); }
-  int64_t left() const { return row_vectors ? 0 : w.low; }  // the grid column of a row's first float
+  int64_t left() const { return whole_rows ? 0 : w.low; }  // the grid column of a row's first float
 
   // Kernel position k: its group, and the byte offset from a tile's first float within a channel.
   int64_t group(int64_t k) const {
     const Tap y = h.tap(k / w.kernel), x = w.tap(k % w.kernel);
-    return (y.klass * w.classes() + x.klass) * shifts() + (row_vectors ? x.shift + 1 : 0);
+    return (y.klass * w.classes() + x.klass) * shifts() + (whole_rows ? x.shift + 1 : 0);
   }
   int64_t offset(int64_t k) const {
     const Tap y = h.tap(k / w.kernel), x = w.tap(k % w.kernel);
-    const int64_t column = row_vectors ? 0 : x.shift - w.low;
+    const int64_t column = whole_rows ? 0 : x.shift - w.low;
     return ((y.plane * w.planes() + x.plane) * plane + (y.shift - h.low) * row + column) * 4;
   }
 };
@@ -122,7 +127,7 @@ inline Split share(const Geometry& g, int64_t nonzeros, int64_t threads, int64_t
     if (threads % lines) continue;
     const double mine = static_cast<double>(nonzeros) / lines, bands = divide_up(g.h.grid(), g.band_rows);
     const double tiles = bands * g.tiles(g.band_rows), copies = std::max(1.0, mine / block);
-    const double sample = tiles * mine * 5 + copies * bands * g.channels * g.channel / 8 * 2;
+    const double sample = tiles * mine * 5 + copies * bands * g.channels * g.channel / LANES * 2;
     const double cycles = mine * 8 + divide_up(g.samples, threads / lines) * sample;
     if (cycles < least) least = cycles, best = {threads / lines, lines};
   }

@@ -1,6 +1,6 @@
 // Sparse linear layers: the product, the gradient of its input, and the gradient of the weight at its nonzeros only.
-// Tokens are here what pixels are to a convolution: up to 64 of them are turned into FP32 scratch, channel after channel,
-// so that a nonzero costs one multiply-add for eight tokens. Every thread has lines of its own, a block of which is
+// Tokens are here what pixels are to a convolution: up to eight vectors of them are turned into FP32 scratch, channel after channel,
+// so that a nonzero costs one multiply-add for a vector of tokens. Every thread has lines of its own, a block of which is
 // decoded before the tokens go through it, tile after tile.
 #include "core.h"
 #include "sparse_geometry.h"

@@ -15,11 +15,11 @@ enum class Placement {
   SCATTERED  // pixel by pixel
 };
 
-template <int V, int NV>
+template <int ROW, int NV>
 Placement placement_of(const Geometry& g, const Tile& tile) {
   const bool whole = (tile.rows.end - tile.rows.begin) * g.row - tile.start >= LANES * NV;
   if (whole && g.classes() == 1 && g.row == g.w.written_size()) return Placement::STRETCH;
-  if (whole && V > 0 && g.w.classes() == 2 && 2 * g.row == g.w.written_size() &&
+  if (whole && ROW > 0 && g.w.classes() == 2 && 2 * g.row == g.w.written_size() &&
       g.h.written_size() % g.h.classes() == 0)
     return Placement::ZIPPED;
   return Placement::SCATTERED;
@@ -44,22 +44,24 @@ void scatter(const Geometry& g, const Tile& tile, const float* floats, T* map, i
 }
 
 // The columns of the even class are in `even`, those of the odd one, klass, follow it.
-template <class T, int V, int NV>
+template <class T, int ROW, int NV>
 void zip(const Geometry& g, const Tile& tile, const float* even, T* map, int64_t klass) {
   const int64_t row = tile.rows.begin + tile.start / g.row, width = g.w.written_size();
-  for (int v = 0; v < NV; ++v) {
-    const Vector a = load(even + LANES * v), b = load(even + LANES * (NV + v));
-    T* out = map + ((row + v / V) * g.h.classes() + klass / 2) * width + v % V * 2 * LANES;
-    store(out, __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11));
-    store(out + LANES, __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15));
+  const auto at = [&](int pixel) {
+    return map + ((row + pixel / ROW) * g.h.classes() + klass / 2) * width + 2 * (pixel % ROW);
+  };
+  for (int pixel = 0; pixel < LANES * NV; pixel += LANES) {
+    const Vector a = load(even + pixel), b = load(even + LANES * NV + pixel);
+    store(at(pixel), shuffle(a, b, [](int i) { return i / 2 + i % 2 * LANES; }));
+    store(at(pixel + LANES / 2), shuffle(a, b, [](int i) { return LANES / 2 + i / 2 + i % 2 * LANES; }));
   }
 }
 
 // A tile of one line and class that is not a stretch: `floats` holds it, after those of the line's other classes.
-template <class T, int V, int NV>
+template <class T, int ROW, int NV>
 void store_apart(const Geometry& g, const Tile& tile, Placement placement, const float* floats, T* map, int64_t klass) {
-  if constexpr (V > 0) {
-    if (placement == Placement::ZIPPED && klass % 2) return zip<T, V, NV>(g, tile, floats - LANES * NV, map, klass);
+  if constexpr (ROW > 0) {
+    if (placement == Placement::ZIPPED && klass % 2) return zip<T, ROW, NV>(g, tile, floats - LANES * NV, map, klass);
   }
   if (placement == Placement::SCATTERED) scatter<T, NV>(g, tile, floats, map, klass);
 }

@@ -8,12 +8,12 @@ struct Prologue {  // x -> relu(x * scale + shift), each channel with its own; o
   const float* shift;
 };
 
-// Up to eight pixels, `step` apart.
+// Up to LANES pixels, `step` apart.
 template <int STEP, class T>
 inline Vector load_apart(const T* source, int64_t step, int lanes) {
   if (STEP == 1) return load_part(source, lanes);
   if (STEP == 2 && lanes == LANES)  // the second load ends at the last pixel that is needed
-    return __builtin_shufflevector(load(source), load(source + 7), 0, 2, 4, 6, 9, 11, 13, 15);
+    return shuffle(load(source), load(source + LANES - 1), [](int i) { return i < LANES / 2 ? 2 * i : 2 * i + 1; });
   T few[LANES] = {};
   for (int i = 0; i < lanes; ++i) few[i] = source[i * step];
   return load(few);

@@ -1,17 +1,27 @@
-// Eight FP32 lanes, and the storage types that are widened to FP32 when loaded and rounded when stored.
-// Vectors are the compiler's own, so the same code runs on any machine; only the 16-bit conversions differ.
+// Vectors of LANES FP32 numbers, and the storage types that are widened to FP32 when loaded and rounded when stored.
+// Vectors are the compiler's own, so the same code runs on any machine with any number of lanes: what the machine has
+// not, the compiler makes of what it has. Only the 16-bit conversions differ. No number of lanes shows in what is
+// stored, so that every core reads what another has written.
 #pragma once
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
-constexpr int LANES = 8;
-typedef float Vector __attribute__((vector_size(32)));
-typedef int32_t IntVector __attribute__((vector_size(32)));
-typedef uint32_t BitVector __attribute__((vector_size(32)));
-typedef uint16_t HalfVector __attribute__((vector_size(16)));
+constexpr int LANES = CORE_LANES;  // CMakeLists.txt
+static_assert(LANES == 4 || LANES == 8 || LANES == 16, "what the transposes are written for");
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+typedef int32_t IntVector __attribute__((vector_size(4 * LANES)));
+typedef uint32_t BitVector __attribute__((vector_size(4 * LANES)));
+typedef uint16_t HalfVector __attribute__((vector_size(2 * LANES)));
+typedef float Quarter __attribute__((vector_size(16)));  // the four lanes that all machines have
+constexpr int QUARTERS = LANES / 4;
+
+// For what takes arrays that must stay in registers, and for shuffles, whose lanes the compiler must know.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
 
 struct Half { uint16_t bits; };
 struct Bfloat { uint16_t bits; };
@@ -33,6 +43,32 @@ inline BitVector bfloat_bits(BitVector x) {
   return (x & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
 }
 
+// FP16 by its bits, for machines that do not convert it, or whose compilers do so one by one. A NaN is made quiet.
+inline BitVector half_to_float(BitVector h) {
+  const BitVector sign = (h & 0x8000u) << 16, magnitude = (h & 0x7fffu) << 13;
+  const Vector small = __builtin_convertvector(bits_of<IntVector>(h & 0x3ffu), Vector) * 0x1p-24f;
+  const BitVector special = (magnitude + 0x70000000u) | ((h & 0x3ffu) != 0u ? BitVector{} + 0x400000u : BitVector{});
+  const BitVector usual = magnitude >= 0x0f800000u ? special : magnitude + 0x38000000u;
+  return sign | (magnitude < 0x00800000u ? bits_of<BitVector>(small) : usual);
+}
+// Rounds to nearest even. What FP16 has fewer digits for is added to a number whose last digit is FP16's last.
+inline BitVector float_to_half(BitVector x) {
+  const BitVector sign = (x & 0x80000000u) >> 16, magnitude = x & 0x7fffffffu;
+  const BitVector small = bits_of<BitVector>(bits_of<Vector>(magnitude) + 0.5f) - 0x3f000000u;
+  const BitVector usual = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+  const BitVector finite = magnitude < 0x38800000u ? small : usual;
+  const BitVector large = magnitude > 0x7f800000u ? ((magnitude >> 13) & 0x3ffu) | 0x7e00u : BitVector{} + 0x7c00u;
+  return sign | (magnitude < 0x477ff000u ? finite : large);
+}
+
+inline Vector square_root(Vector v) {
+  float roots[LANES];
+  std::memcpy(roots, &v, sizeof v);
+  for (int i = 0; i < LANES; ++i) roots[i] = std::sqrt(roots[i]);
+  std::memcpy(&v, roots, sizeof v);
+  return v;
+}
+
 inline Vector load(const float* p) { Vector v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Vector v) { std::memcpy(p, &v, sizeof v); }
 
@@ -41,9 +77,8 @@ inline Vector load(const Bfloat* p) {
   std::memcpy(&h, p, sizeof h);
   return bits_of<Vector>(__builtin_convertvector(h, BitVector) << 16);
 }
-inline void store(Bfloat* p, Vector v) {
-  const BitVector b = bfloat_bits(bits_of<BitVector>(v));
-#if defined(__AVX2__)  // one instruction where the general form takes six
+inline void store_lower(Bfloat* p, BitVector b) {  // the lower halves, the upper being zero
+#if defined(__AVX2__) && CORE_LANES == 8  // one instruction where the general form takes six
   const __m256i wide = bits_of<__m256i>(b);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
@@ -52,20 +87,27 @@ inline void store(Bfloat* p, Vector v) {
   std::memcpy(p, &h, sizeof h);
 #endif
 }
+inline void store(Bfloat* p, Vector v) { store_lower(p, bfloat_bits(bits_of<BitVector>(v))); }
 
-#if defined(__F16C__)
+#if defined(__AVX512F__) && CORE_LANES == 16
+inline Vector load(const Half* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store(Half* p, Vector v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__) && CORE_LANES == 8
 inline Vector load(const Half* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void store(Half* p, Vector v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
 inline Vector load(const Half* p) {
-  Vector v;
-  for (int i = 0; i < LANES; ++i) v[i] = static_cast<float>(bits_of<_Float16>(p[i]));
-  return v;
+  HalfVector h;
+  std::memcpy(&h, p, sizeof h);
+  return bits_of<Vector>(half_to_float(__builtin_convertvector(h, BitVector)));
 }
 inline void store(Half* p, Vector v) {
-  for (int i = 0; i < LANES; ++i) p[i] = bits_of<Half>(static_cast<_Float16>(v[i]));
+  const HalfVector h = __builtin_convertvector(float_to_half(bits_of<BitVector>(v)), HalfVector);
+  std::memcpy(p, &h, sizeof h);
 }
 #endif
 
@@ -75,11 +117,34 @@ inline float widen(Half x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
 #else
-  return static_cast<float>(bits_of<_Float16>(x));
+  return bits_of<float>(half_to_float(BitVector{} + x.bits)[0]);
 #endif
 }
 
 // The first `lanes` of a vector; what is not there reads as `fill` and is not written.
+#if defined(__AVX512F__) && CORE_LANES == 16
+// By masks, which the compiler's own vectors do not have: through memory a part costs ten times a whole vector.
+inline __mmask16 first_lanes(int lanes) { return static_cast<__mmask16>((1u << lanes) - 1); }
+inline Vector load_part(const float* p, int lanes, float fill = 0) {
+  return _mm512_mask_loadu_ps(broadcast(fill), first_lanes(lanes), p);
+}
+inline Vector load_part(const Half* p, int lanes, float fill = 0) {
+  const __mmask16 mask = first_lanes(lanes);
+  return _mm512_mask_cvtph_ps(broadcast(fill), mask, _mm256_maskz_loadu_epi16(mask, p));
+}
+inline Vector load_part(const Bfloat* p, int lanes, float fill = 0) {
+  const __mmask16 mask = first_lanes(lanes);
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
+  return _mm512_mask_blend_ps(mask, broadcast(fill), _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16)));
+}
+inline void store_part(float* p, Vector v, int lanes) { _mm512_mask_storeu_ps(p, first_lanes(lanes), v); }
+template <class T>
+inline void store_part(T* p, Vector v, int lanes) {
+  T all[LANES];
+  store(all, v);
+  _mm256_mask_storeu_epi16(p, first_lanes(lanes), bits_of<__m256i>(all));
+}
+#else
 template <class T>
 inline Vector load_part(const T* p, int lanes, float fill = 0) {
   if (lanes == LANES) return load(p);
@@ -96,29 +161,80 @@ inline void store_part(T* p, Vector v, int lanes) {
   store(few, v);
   std::memcpy(p, few, lanes * sizeof(T));
 }
+#endif
+
+// A vector whose lane i is lane place(i) of a, or of b from LANES on.
+template <class Place, int... I>
+ALWAYS_INLINE Vector shuffle(Vector a, Vector b, Place place, std::integer_sequence<int, I...>) {
+  return __builtin_shufflevector(a, b, place(I)...);
+}
+template <class Place>
+ALWAYS_INLINE Vector shuffle(Vector a, Vector b, Place place) {
+  return shuffle(a, b, place, std::make_integer_sequence<int, LANES>{});
+}
+
+// In each quarter the lower (upper) two lanes of a and of b: one after another, or in turn.
+ALWAYS_INLINE Vector lower_pairs(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i - i % 4 + i % 2 + i / 2 % 2 * LANES; });
+}
+ALWAYS_INLINE Vector upper_pairs(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i - i % 4 + i % 2 + i / 2 % 2 * LANES + 2; });
+}
+ALWAYS_INLINE Vector lower_turns(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i - i % 4 + i / 2 % 2 + i % 2 * LANES; });
+}
+ALWAYS_INLINE Vector upper_turns(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i - i % 4 + i / 2 % 2 + i % 2 * LANES + 2; });
+}
+// The lower (upper) halves of a and b.
+ALWAYS_INLINE Vector lower_halves(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i % (LANES / 2) + i / (LANES / 2) * LANES; });
+}
+ALWAYS_INLINE Vector upper_halves(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i % (LANES / 2) + i / (LANES / 2) * LANES + LANES / 2; });
+}
+// The even (odd) quarters of a and b.
+ALWAYS_INLINE Vector even_quarters(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4; });
+}
+ALWAYS_INLINE Vector odd_quarters(Vector a, Vector b) {
+  return shuffle(a, b, [](int i) { return i / 4 * 8 + i % 4 + 4; });
+}
+
+inline float sum_lanes(Vector v) {
+  float sums[LANES];
+  std::memcpy(sums, &v, sizeof v);
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
 
 typedef Vector Square[LANES];
 
-// Eight vectors of eight: rows become columns.
+// LANES vectors: rows become columns. First the quarters, each turned in itself, and then their places.
 inline void transpose(Square& v) {
-  Square a;
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = __builtin_shufflevector(v[i], v[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-    a[i + 1] = __builtin_shufflevector(v[i], v[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  Square b;
-  for (int i = 0; i < 8; i += 4)
+  Square a, b;
+  for (int i = 0; i < LANES; i += 2) a[i] = lower_turns(v[i], v[i + 1]), a[i + 1] = upper_turns(v[i], v[i + 1]);
+  for (int i = 0; i < LANES; i += 4)
     for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 0, 1, 8, 9, 4, 5, 12, 13);
-      b[i + 2 * j + 1] = __builtin_shufflevector(a[i + j], a[i + 2 + j], 2, 3, 10, 11, 6, 7, 14, 15);
+      b[i + 2 * j] = lower_pairs(a[i + j], a[i + 2 + j]);
+      b[i + 2 * j + 1] = upper_pairs(a[i + j], a[i + 2 + j]);
     }
   for (int i = 0; i < 4; ++i) {
-    v[i] = __builtin_shufflevector(b[i], b[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-    v[i + 4] = __builtin_shufflevector(b[i], b[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    if constexpr (LANES == 4) {
+      v[i] = b[i];
+    } else if constexpr (LANES == 8) {
+      v[i] = lower_halves(b[i], b[i + 4]), v[i + 4] = upper_halves(b[i], b[i + 4]);
+    } else {
+      const Vector low[2] = {lower_halves(b[i], b[i + 4]), lower_halves(b[i + 8], b[i + 12])};
+      const Vector high[2] = {upper_halves(b[i], b[i + 4]), upper_halves(b[i + 8], b[i + 12])};
+      v[i] = even_quarters(low[0], low[1]), v[i + 4] = odd_quarters(low[0], low[1]);
+      v[i + 8] = even_quarters(high[0], high[1]), v[i + 12] = odd_quarters(high[0], high[1]);
+    }
   }
 }
 
-// to[column * to_stride + row] = from[row * from_stride + column] for up to eight rows and columns.
+// to[column * to_stride + row] = from[row * from_stride + column] for up to LANES rows and columns.
 template <class From, class To>
 inline void transpose_square(const From* from, int64_t from_stride, int rows, int columns, To* to, int64_t to_stride) {
   Square square;

@@ -48,6 +48,8 @@ from shoestring.kernels.update import adam_update, sgd_update
 DTYPES = [torch.float32, torch.float32, torch.float16, torch.bfloat16]
 EPSILON = torch.finfo(torch.float32).eps
 FENCE = 4096  # elements: as far as a stray write may go and be seen
+# Next to what fills a vector, two or eight, of any core.
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 24, 31, 33, 40, 63, 64, 65, 96, 100, 128, 129]
 DENSITIES = [0, 0.02, 0.1, 0.3, 0.9, 1]
 Draw = random.Random
 
@@ -92,7 +94,7 @@ def geometry(draw: Draw) -> tuple[tuple[int, int], ...]:
     """Size, kernel, stride, padding and dilation that give an output, be it of the padding alone."""
     narrow = draw.random() < 0.3  # next to the stride and the padding
     while True:
-        size = draw.randint(1, 14), draw.choice([1, 2, 3, 5, 8, 9, 15, 16, 17, 24, 31, 33, 40, 63, 64, 65])
+        size = draw.randint(1, 14), draw.choice(WIDTHS)
         choices = [1, 2, 3, 3, 4, 5, 7], [1, 1, 2, 3, 5], [0, 0, 1, 1, 2, 3, 6], [1, 1, 2, 3]
         if narrow:
             size = draw.randint(1, 3), draw.randint(1, 3)
@@ -350,8 +352,8 @@ def _sgd(weight: Tensor, gradient: Tensor, step: int, settings: dict, which: str
             weight_decay=settings["decay"], factor=0.5, noise=(3, 0, step),
         )  # fmt: skip
     else:
-        rest = (0.01, 0.9, settings["flag"], settings["decay"], 0.5, True, (3, 0, step))
-        reference_update.sgd_update(weight, gradient, *momentum, *rest)
+        rest = (0.01, 0.9, settings["flag"], settings["decay"], 0.5, True, False, (3, 0, step))
+        reference_update.sgd_update(weight, gradient, None, *momentum, *rest)
 
 
 def _adam(weight: Tensor, gradient: Tensor, step: int, settings: dict, which: str) -> None:
@@ -367,7 +369,7 @@ def _adam(weight: Tensor, gradient: Tensor, step: int, settings: dict, which: st
     else:
         values, scales = zip(*moments, strict=True)
         rest = (0.001, 0.9, 0.999, 1e-8, settings["decay"], settings["flag"], 0.5, step, (3, 0, step))
-        reference_update.adam_update(weight, gradient, *values, *scales, *rest)
+        reference_update.adam_update(weight, gradient, None, *values, *scales, *rest)
 
 
 # -- running --------------------------------------------------------------------------------------------------

@@ -1,23 +1,38 @@
 """The core that SHOESTRING_CORE names is the one that runs: the Makefile runs a few tests on each."""
 
 import os
+import platform
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from shoestring.errors import ShoestringError
 from shoestring.kernels import core
 from shoestring.kernels.bitmask import pack_bits
 
 FORCED = os.environ.get("SHOESTRING_CORE")
+LANES = {"avx512": 16, "lanes16": 16, "avx2": 8, "generic": 4}
+
+
+def run(code, name):
+    return subprocess.run([sys.executable, "-c", code], env=os.environ | {"SHOESTRING_CORE": name}, capture_output=True)
 
 
 def test_this_process_runs_on_the_core_that_was_asked_for():
     if FORCED:
         assert core.name == FORCED
     else:
-        assert core.name == "avx2" if core.core.supports_avx2() else "generic"
+        assert core.name == next(name for name in core.NEEDS if core.core.supports(name))
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="this torch does not tell the CPU's features")
+def test_the_core_is_chosen_by_the_features_that_pytorch_finds_too():
+    able, supports = torch.cpu.get_capabilities(), core.build("generic").supports
+    assert supports("generic") and not supports("sse9")
+    assert supports("avx2") == all(able.get(name, False) for name in ("avx2", "fma3", "f16c"))
+    assert supports("avx512") == all(able.get(f"avx512_{name}", False) for name in ("f", "bw", "vl", "dq"))
 
 
 def test_without_a_compiled_core_an_op_is_the_dispatchers_own():
@@ -25,16 +40,34 @@ def test_without_a_compiled_core_an_op_is_the_dispatchers_own():
     assert compiled == (core.name != "torch")
 
 
-@pytest.mark.parametrize("name", ["generic", "torch"])
-def test_a_core_can_be_forced(name):
-    code = "from shoestring.kernels import core; print(core.name, core.core is None)"
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"SHOESTRING_CORE": name}, capture_output=True
-    )
-    assert found.stdout.decode().split() == [name, str(name == "torch")]
+@pytest.mark.parametrize("name", [*core.CHOICES, "lanes16"])
+def test_a_core_can_be_forced_where_the_cpu_runs_it_and_is_refused_elsewhere(name):
+    found = run("from shoestring.kernels import core; print(core.name, getattr(core.core, 'lanes', 0))", name)
+    if name == "torch" or core.build("generic").supports(name):
+        assert found.stdout.decode().split() == [name, str(LANES.get(name, 0))]
+    else:
+        assert f"SHOESTRING_CORE={name} needs a CPU with" in found.stderr.decode()
 
 
 def test_a_core_that_does_not_exist_is_refused():
-    env = os.environ | {"SHOESTRING_CORE": "sse9"}
-    found = subprocess.run([sys.executable, "-c", "import shoestring.kernels.core"], env=env, capture_output=True)
-    assert b"SHOESTRING_CORE=sse9 does not exist: use avx2, generic or torch" in found.stderr
+    found = run("import shoestring.kernels.core", "sse9")
+    assert b"SHOESTRING_CORE=sse9 does not exist: use avx512, avx2, generic or torch" in found.stderr
+
+
+def test_a_core_that_was_not_built_is_refused_with_the_remedy(monkeypatch):
+    if not core.build("generic").supports("lanes16"):
+        pytest.skip("lanes16 needs AVX2")
+    monkeypatch.setitem(sys.modules, "shoestring.kernels._core_lanes16", None)
+    with pytest.raises(ShoestringError, match="SHOESTRING_CORE=lanes16 was not built: install from a checkout"):
+        core.build("lanes16")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the other cores are for x86-64")
+@pytest.mark.parametrize("name", ["avx512", "avx2", "generic", "lanes16"])
+def test_every_core_was_built_and_has_the_same_kernels(name):
+    """That of AVX-512 cannot be loaded elsewhere: its initialisation may use what the CPU has not."""
+    from importlib.util import find_spec
+
+    assert find_spec(f"shoestring.kernels._core_{name}") is not None
+    if core.build("generic").supports(name):
+        assert set(dir(core.build(name))) == set(dir(core.build("generic")))

@@ -81,8 +81,8 @@ def test_so_is_one_of_more_outputs_than_21_bits_count(density, threads):
 
 def test_a_layer_whose_scratch_32_bits_cannot_count_is_refused_before_anything_is_allocated():
     with FakeTensorMode():
-        x, values = torch.empty(64, 2**24), torch.empty(10)
-        with pytest.raises(ShoestringError, match=r"\(3, 16777216\) over .* is too large.*leave this layer dense"):
+        x, values = torch.empty(64, 2**27), torch.empty(10)
+        with pytest.raises(ShoestringError, match=r"\(3, 134217728\) over .* is too large.*leave this layer dense"):
             sparse_linear_forward(x, values, torch.empty(10, dtype=torch.uint8), 3)
 
 

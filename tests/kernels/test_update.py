@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shoestring.errors import ShoestringError
 from shoestring.kernels.core import core
 from shoestring.kernels.define import scratch_of
-from shoestring.kernels.moments import Moment, new_moment, read_moment, write_moment
+from shoestring.kernels.moments import Moment, new_moment, random_bits, read_moment, write_moment
+from shoestring.kernels.references import moments as reference_moments
 from shoestring.kernels.references import update as reference_update
 from shoestring.kernels.references.moments import BLOCK, CHUNK, threefry
 from shoestring.kernels.update import adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
@@ -188,6 +189,14 @@ def test_random_bits_are_those_of_threefry(key, counter, words):
     assert threefry(key, counter) == words
 
 
+@pytest.mark.parametrize("part", [slice(0, 1), slice(0, 256), slice(256, 1000), slice(2**33, 2**33 + 300)])
+@pytest.mark.parametrize("stream", [0, 2])
+def test_random_bits_of_a_part_are_the_reference_s(part, stream):
+    noise = (2**40 + 3, 5, 7)
+    reference = reference_moments.random_bits(reference_moments.key_of(noise), stream, part, torch.device("cpu"))
+    assert torch.equal(random_bits(noise, stream, part, torch.device("cpu")), reference)
+
+
 def test_bf16_weights_move_by_the_mean_of_updates_too_small_for_them():
     weight = torch.ones(20_000, dtype=torch.bfloat16)
     for step in range(1, 33):  # each a 32nd of the spacing below 1
@@ -243,7 +252,7 @@ def test_the_compiled_updates_equal_their_references(dtype, form):
     for step in (1, 2):
         noise = (5, 7, step)
         sgd_update(ours, gradient, a, lr=2**-10, mu=0.5, weight_decay=0.5, factor=0.25, noise=noise)
-        reference_update.sgd_update(twins, gradient, *b, 2**-10, 0.5, False, 0.5, 0.25, True, noise)
+        reference_update.sgd_update(twins, gradient, None, *b, 2**-10, 0.5, False, 0.5, 0.25, True, False, noise)
     assert torch.equal(ours, twins)
     assert all(x is y or torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
@@ -259,7 +268,7 @@ def test_the_compiled_adam_is_close_to_its_reference(settings, form):
     betas, eps, decay, decoupled = plain.values()
     for step, gradient in enumerate(gradients, 1):
         reference_update.adam_update(
-            twins, gradient, *as_arguments(moments), 0.1, *betas, eps, decay, decoupled, 1.0, step, (3, 0, step)
+            twins, gradient, None, *as_arguments(moments), 0.1, *betas, eps, decay, decoupled, 1.0, step, (3, 0, step)
         )
     # A value that lies on the border of two codes may fall to either side.
     assert (ours - twins).abs().median() < 1e-6

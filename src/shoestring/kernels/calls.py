@@ -1,7 +1,7 @@
 """How tensors reach the compiled kernels: storage codes, layouts, and one body for a kernel and its fake."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -80,7 +80,15 @@ def require_in_place(what: str, out: Tensor) -> None:
         raise ShoestringError(f"{what}: out has strides {tuple(out.stride())}, with gaps: pass None or a dense tensor")
 
 
-def forms(body: Callable, reference: Callable) -> dict[str, Callable]:
+class Forms(TypedDict):
+    """An op's implementations, as `define` takes them."""
+
+    reference: Callable
+    compiled: Callable
+    fake: Callable
+
+
+def forms(body: Callable, reference: Callable) -> Forms:
     """A kernel's body, written once, and its reference implementation -> the three forms that `define` takes.
 
     `body(launch, *args)` allocates outputs and scratch and ends in launch(kernel, ...), where tensors stand
@@ -88,9 +96,11 @@ def forms(body: Callable, reference: Callable) -> dict[str, Callable]:
     same bytes. Tensors that the core does not read (FP64, or another device's) take the reference in both.
     """
 
-    def suits(args: tuple) -> bool:
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        return core is not None and all(a.dtype != torch.float64 and a.is_cpu for a in tensors)
+    def suits(args: tuple) -> bool:  # a plain loop: a lean step asks thousands of times
+        for a in args:
+            if isinstance(a, Tensor) and (a.dtype == torch.float64 or not a.is_cpu):
+                return False
+        return core is not None
 
     def compiled(*args: Any) -> Any:
         return body(_run, *args) if suits(args) else reference(*args)

@@ -26,20 +26,32 @@ from . import core
 
 _library = torch.library.Library("shoestring", "DEF")
 _fakes: dict[Any, Callable] = {}  # of each op, for tracers
+_compiled: dict[Any, Callable] = {}  # of each op, if the core is loaded
 
 
-def define(schema: str, *, reference: Callable, fake: Callable, compiled: Callable) -> Any:
-    """An op schema and its three forms -> the op as a function of positional arguments."""
+def define(schema: str, *, reference: Callable, fake: Callable, compiled: Callable, idle: int = 0) -> Any:
+    """An op schema and its three forms -> the op as a function of positional arguments.
+
+    `idle` are how many last arguments change nothing of what is allocated: the number of a step, say.
+    """
     name = schema.split("(", 1)[0]
     _library.define(schema)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     if core.core is not None:
         _library.impl(name, compiled, "CPU")
-    told = _telling_scratch(fake)
+    told = _telling_scratch(fake, idle)
     torch.library.register_fake(f"shoestring::{name}", told, lib=_library)
     op = getattr(torch.ops.shoestring, name).default
     _fakes[op] = told
-    return op if core.core is None else _direct(op, compiled)
+    if core.core is None:
+        return op
+    _compiled[op] = compiled
+    return _direct(op, compiled)
+
+
+def compiled_form(op: Any) -> Callable:
+    """What the dispatcher calls in the end for plain CPU tensors: our compiled function, or PyTorch's own."""
+    return _compiled.get(op, op._op)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -76,7 +88,7 @@ def fake_call(op: Any, args: tuple) -> tuple[Any, int]:
     return scratch_of(lambda: _fakes[op](*args))
 
 
-def _telling_scratch(fake: Callable) -> Callable:
+def _telling_scratch(fake: Callable, idle: int) -> Callable:
     """The fake of an op -> the same, reporting its scratch to `scratch_of`; equal calls run it once."""
     known: dict[Any, tuple[int, Callable[[], Any]]] = {}
 
@@ -85,7 +97,7 @@ def _telling_scratch(fake: Callable) -> Callable:
         told = Ambient.now().scratch_bytes
         if told is None:
             return fake(*args)
-        call = torch.get_num_threads(), *map(_key, args)
+        call = torch.get_num_threads(), *map(_key, args[: len(args) - idle])
         if call in known:
             told.append(known[call][0])
             return known[call][1]()
@@ -110,6 +122,8 @@ def _remade(result: Any, watch: "_Watch") -> Callable[[], Any] | None:
     """A fake's result -> a function that reallocates outputs like it; None if any is not a freshly allocated dense
     tensor."""
     leaves, form = pytree.tree_flatten(result)
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):  # it writes into its arguments, or gives a number
+        return lambda: result
     if not all(isinstance(leaf, Tensor) and watch.made(leaf) for leaf in leaves):
         return None
     like = [{"size": t.shape, "stride": t.stride(), "dtype": t.dtype, "device": t.device} for t in leaves]

@@ -10,11 +10,15 @@ are rounded by chance, for in one step they change by less than the spacing, and
 move. docs/techniques/optimizer.md has the measured errors behind these choices.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from .calls import Launch, forms
+from .core import core
+from .define import define
 from .references import moments as reference_moments
 from .references.moments import BLOCK, flat, parts
 
@@ -26,6 +30,29 @@ class Moment(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None
+
+
+def _bits(launch: Launch, bits: Tensor, start: int, stream: int, noise: Sequence[int]) -> None:
+    launch(core.random_bits, bits, bits.numel(), start // BLOCK, stream, *noise)
+
+
+def _reference_bits(bits: Tensor, start: int, stream: int, noise: Sequence[int]) -> None:
+    part = slice(start, start + bits.numel())
+    bits.copy_(reference_moments.random_bits(reference_moments.key_of(noise), stream, part, bits.device))
+
+
+_bits_op = define(
+    "random_bits(Tensor(a!) bits, int start, int stream, int[] noise) -> ()",
+    **forms(_bits, _reference_bits),
+    idle=3,
+)
+
+
+def random_bits(noise: Sequence[int], stream: int, part: slice, device: torch.device) -> Tensor:
+    """(seed, number of the tensor, number of the update) and a part -> 16 random bits for each of its elements."""
+    bits = torch.empty(part.stop - part.start, dtype=torch.int32, device=device)
+    _bits_op(bits, part.start, stream, noise)
+    return bits
 
 
 def new_moment(weight: Tensor, form: str, positive: bool = False) -> Moment:

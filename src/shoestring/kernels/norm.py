@@ -65,14 +65,14 @@ def _apply(launch: Launch, out: Tensor, x: Tensor, scale: Tensor | None, shift: 
 
 def _backward(
     launch: Launch, out: Tensor, grad_y: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None,
-    beta: Tensor | None, relu: bool, add: Tensor | None,
+    beta: Tensor | None, relu: bool, add: Tensor | None, sums: Tensor | None, count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     form = layout(out)
     grad_y, x, add = dense(grad_y, form), dense(x, form), add if add is None else dense(add, form)
     mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
     channels = x.shape[1]
     grad_gamma, grad_beta, coefficients = _floats(x, channels), _floats(x, channels), _floats(x, 4 * channels)
-    read = (grad_y, x, code(x), *_sizes(x), mean, invstd, gamma, beta, relu, add)
+    read = (grad_y, x, code(x), *_sizes(x), mean, invstd, gamma, beta, relu, add, float32(sums), count)
     written = (out, grad_gamma, grad_beta, coefficients, _totals(x))
     launch(core.batch_norm_backward, *read, *written, threads())
     return grad_gamma, grad_beta
@@ -91,7 +91,7 @@ _apply_op = define(
 )
 _backward_op = define(
     "batch_norm_backward(Tensor(a!) out, Tensor grad_y, Tensor x, Tensor mean, Tensor invstd, Tensor? gamma, "
-    "Tensor? beta, bool relu, Tensor? add) -> (Tensor, Tensor)",
+    "Tensor? beta, bool relu, Tensor? add, Tensor? sums, int count) -> (Tensor, Tensor)",
     **forms(_backward, reference_norm.backward),
 )
 
@@ -149,16 +149,24 @@ def batch_norm_backward(
     relu: bool = False,
     add: Tensor | None = None,
     out: Tensor | None = None,
+    sums: Tensor | None = None,
+    count: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of y, and what the forward pass read -> the gradients of x, gamma and beta.
 
     grad_x = scale (dz - mean(dz) - n mean(dz n)) + add, with n = (x - mean) invstd and dz = grad_y where the
     ReLU's input (x scale + shift, computed again) was above zero. `add` is another gradient of x, such as the
-    skip connection's. `out` may be grad_y or add: the gradient is then written in its place.
+    skip connection's. `out` may be grad_y or add: the gradient is then written in its place. Of some samples of
+    a batch, `sums` are the gradients of gamma and beta over the whole of it, `count` values of each channel.
     """
     _check(x, mean, invstd, gamma, beta)
+    if sums is not None and (sums.shape != (2, x.shape[1]) or count < x.numel() // x.shape[1]):
+        raise ShoestringError(
+            f"batch norm of {x.shape[1]} channels got sums of shape {tuple(sums.shape)} over {count} values: pass the "
+            "gradients of gamma and beta of a batch that these samples are a part of"
+        )
     require_same("batch_norm_backward", x, grad_y=grad_y, add=add, out=out)
     out = torch.empty_like(x, memory_format=layout(x)) if out is None else out
     require_in_place("batch_norm_backward", out)
-    grad_gamma, grad_beta = _backward_op(out, grad_y, x, mean, invstd, gamma, beta, relu, add)
+    grad_gamma, grad_beta = _backward_op(out, grad_y, x, mean, invstd, gamma, beta, relu, add, sums, count)
     return out, grad_gamma, grad_beta

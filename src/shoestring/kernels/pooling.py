@@ -24,12 +24,18 @@ Pair = Sequence[int]
 Launch = Callable[..., None]
 
 
+def _apart(floats: int) -> int:
+    """Room for them in whole pairs of cache lines: threads that write to the same ones wait for each other."""
+    return -(-floats // 32) * 32
+
+
 def _pool(launch: Launch, out: Tensor, x: Tensor, k: int, last: bool) -> None:
     n, c, height, width = x.shape
     planes, apart, inner = (n, x.stride(0), c) if last else (n * c, height * width, 1)
     count = max(1, min(threads(), planes))
-    scratch = x.new_empty(count * (width + -(-width // k)) * inner, dtype=torch.float32)
-    launch(core.pool, x, code(x), planes, apart, height, width, inner, k, out, scratch, count)
+    own = _apart((width + -(-width // k)) * inner)
+    scratch = x.new_empty(count * own, dtype=torch.float32)
+    launch(core.pool, x, code(x), planes, apart, height, width, inner, k, out, scratch, own, count)
 
 
 _pool_op = define("pool(Tensor(a!) out, Tensor x, int k, bool last) -> ()", **forms(_pool, reference.pool))
@@ -84,13 +90,16 @@ class _Cut:
         self.high, self.wide = pooled.shape[2:]
         self.blocks, floats = self.high * self.wide, max(1, scratch_bytes // 4)
         self.all_samples, self.all_channels = grad.shape[:2]
+        # A row of the gradient, with zeros before and after it where taps reach beyond the outputs.
+        self.lead = max(0, *self.columns.first)
+        self.line = _apart(self.lead + max(grad.shape[3], self.wide * k - min(self.columns.first)))
         self.channels = max(1, min(self.all_channels, floats // (self.taps * self.blocks)))
         self.samples = max(1, min(self.all_samples, floats // (self.channels * self.taps * self.blocks)))
 
     def scratch(self, grad: Tensor) -> tuple[Tensor, ...]:
         """Block sums, averages of the same samples, their product, a row of the gradient per thread; integers."""
         columns, rows = self.samples * self.blocks, self.channels * self.taps
-        sizes = (rows * columns, self.inputs * columns, rows * self.inputs, threads() * grad.shape[3])
+        sizes = (rows * columns, self.inputs * columns, rows * self.inputs, threads() * self.line)
         floats = (grad.new_empty(size, dtype=torch.float32) for size in sizes)
         ranges = 2 * (len(self.rows.first) * self.high + len(self.columns.first) * self.wide)
         return *floats, grad.new_empty(ranges, dtype=torch.int64)
@@ -110,7 +119,7 @@ def _weight_gradient(
         total = product[: count * cut.taps * cut.inputs].view(count * cut.taps, cut.inputs).zero_()
         for start, samples in _cuts(cut.all_samples, cut.samples):
             columns = samples * cut.blocks
-            sizes = [samples, grad.shape[1], first, count, *grad.shape[2:], *size, k, *stride]
+            sizes = [samples, grad.shape[1], first, count, *grad.shape[2:], *size, k, *stride, cut.lead, cut.line]
             places = (sums.data_ptr(), lines.data_ptr(), ranges.data_ptr())
             read = (grad[start].data_ptr(), code(grad), sizes, cut.rows.first, cut.columns.first)
             core.block_sums(*read, *places, threads())

@@ -232,3 +232,9 @@ def _check_gradient(size: Sizes, input_size: Sizes, geometry: Geometry) -> None:
             f"the gradient {tuple(size)} is not of the output {expected} that an input {list(input_size)} gives: "
             "check stride and padding"
         )
+
+
+def forget_calls() -> None:
+    """Drops what is remembered by the number of nonzeros: after a rewiring, those numbers do not come back."""
+    _call.cache_clear()
+    _check_sizes.cache_clear()

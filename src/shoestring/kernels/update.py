@@ -31,40 +31,44 @@ def _stored(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _sgd(
-    launch: Launch, weight: Tensor, gradient: Tensor | None, momentum: Tensor | None, scales: Tensor | None, lr: float,
-    mu: float, nesterov: bool, weight_decay: float, factor: float, move: bool, noise: Noise,
+    launch: Launch, weight: Tensor, gradient: Tensor | None, gradient_scales: Tensor | None, momentum: Tensor | None,
+    scales: Tensor | None, lr: float, mu: float, nesterov: bool, weight_decay: float, factor: float, move: bool,
+    by_chance: bool, noise: Noise,
 ) -> None:  # fmt: skip
-    tensors = (*_stored(weight), *_stored(gradient), *_stored(momentum), scales, weight.numel())
-    settings = (lr, mu, nesterov, weight_decay, factor, move, gradient is not None)
+    tensors = (*_stored(weight), *_stored(gradient), gradient_scales, *_stored(momentum), scales, weight.numel())
+    settings = (lr, mu, nesterov, weight_decay, factor, move, gradient is not None, by_chance)
     launch(core.sgd_update, *tensors, *settings, *noise, threads())
 
 
 def _adam(
-    launch: Launch, weight: Tensor, gradient: Tensor | None, first: Tensor, second: Tensor,
-    first_scales: Tensor | None, second_scales: Tensor | None, *rest: Any,
+    launch: Launch, weight: Tensor, gradient: Tensor | None, gradient_scales: Tensor | None, first: Tensor,
+    second: Tensor, first_scales: Tensor | None, second_scales: Tensor | None, *rest: Any,
 ) -> None:  # fmt: skip
     *settings, noise = rest
     moments = (*_stored(first), first_scales, *_stored(second), second_scales)
-    tensors = (*_stored(weight), *_stored(gradient), *moments, weight.numel())
+    tensors = (*_stored(weight), *_stored(gradient), gradient_scales, *moments, weight.numel())
     launch(core.adam_update, *tensors, *settings, second_scales is not None, *noise, threads())
 
 
 _sgd_op = define(
-    "sgd_update(Tensor(a!) weight, Tensor? gradient, Tensor(b!)? momentum, Tensor(c!)? scales, float lr, float mu, "
-    "bool nesterov, float weight_decay, float factor, bool move, int[] noise) -> ()",
+    "sgd_update(Tensor(a!) weight, Tensor? gradient, Tensor? gradient_scales, Tensor(b!)? momentum, "
+    "Tensor(c!)? scales, float lr, float mu, bool nesterov, float weight_decay, float factor, bool move, "
+    "bool by_chance, int[] noise) -> ()",
     **forms(_sgd, reference_update.sgd_update),
+    idle=1,  # noise
 )
 _adam_op = define(
-    "adam_update(Tensor(a!) weight, Tensor gradient, Tensor(b!) first, Tensor(c!) second, "
+    "adam_update(Tensor(a!) weight, Tensor gradient, Tensor? gradient_scales, Tensor(b!) first, Tensor(c!) second, "
     "Tensor(d!)? first_scales, Tensor(e!)? second_scales, float lr, float beta1, float beta2, float eps, "
     "float weight_decay, bool decoupled, float factor, int step, int[] noise) -> ()",
     **forms(_adam, reference_update.adam_update),
+    idle=2,  # step, noise
 )
 
 
 def sgd_update(
     weight: Tensor,
-    gradient: Tensor,
+    gradient: Tensor | Moment,
     momentum: Moment | None = None,
     *,
     lr: float,
@@ -75,9 +79,10 @@ def sgd_update(
     noise: Noise = (0, 0, 0),
 ) -> None:
     """g = factor gradient + weight_decay weight; m = mu m + g; weight -= lr m, or lr (g + mu m) with Nesterov's."""
-    gradient = laid_out(weight, gradient)
     values, scales = momentum or (None, None)
-    _sgd_op(weight, gradient, values, scales, lr, mu, nesterov, weight_decay, factor, True, noise)
+    _sgd_op(
+        weight, *_read(weight, gradient), values, scales, lr, mu, nesterov, weight_decay, factor, True, False, noise
+    )
     torch.autograd.graph.increment_version(weight)
 
 
@@ -89,21 +94,23 @@ def sgd_accumulate(
     mu: float = 1.0,
     weight_decay: float = 0.0,
     factor: float = 1.0,
+    noise: Noise | None = None,
 ) -> None:
-    """m = mu m + factor gradient + weight_decay weight; the weight stays as it is."""
-    gradient = laid_out(weight, gradient)
-    _sgd_op(weight, gradient, *momentum, 0.0, mu, False, weight_decay, factor, False, (0, 0, 0))
+    """m = mu m + factor gradient + weight_decay weight; the weight stays as it is. With `noise`, m is rounded by chance
+    and nothing that is added to it is lost on average."""
+    settings = 0.0, mu, False, weight_decay, factor, False, noise is not None, noise or (0, 0, 0)
+    _sgd_op(weight, *_read(weight, gradient), *momentum, *settings)
 
 
 def sgd_apply_momentum(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 0)) -> None:
     """weight -= lr m; the momentum stays as it is."""
-    _sgd_op(weight, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, noise)
+    _sgd_op(weight, None, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, False, noise)
     torch.autograd.graph.increment_version(weight)
 
 
 def adam_update(
     weight: Tensor,
-    gradient: Tensor,
+    gradient: Tensor | Moment,
     first: Moment,
     second: Moment,
     *,
@@ -117,10 +124,27 @@ def adam_update(
     noise: Noise = (0, 0, 0),
 ) -> None:
     """Adam, or AdamW if weight decay is `decoupled`; `step` counts from 1."""
-    gradient = laid_out(weight, gradient)
     values, scales = zip(first, second, strict=True)
-    _adam_op(weight, gradient, *values, *scales, lr, *betas, eps, weight_decay, decoupled, factor, step, noise)
+    _adam_op(
+        weight,
+        *_read(weight, gradient),
+        *values,
+        *scales,
+        lr,
+        *betas,
+        eps,
+        weight_decay,
+        decoupled,
+        factor,
+        step,
+        noise,
+    )
     torch.autograd.graph.increment_version(weight)
+
+
+def _read(weight: Tensor, gradient: Tensor | Moment) -> Moment:
+    """A gradient, or the sum of several as it is kept, in the weight's layout, with its scales if it has any."""
+    return gradient if isinstance(gradient, Moment) else Moment(laid_out(weight, gradient))
 
 
 def laid_out(weight: Tensor, gradient: Tensor) -> Tensor:

@@ -17,3 +17,13 @@ def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     """Packed bits -> the flat bool mask of `numel` elements."""
     weights = torch.tensor(_WEIGHTS, dtype=torch.uint8, device=bits.device)
     return ((bits[:, None] & weights) != 0).view(-1)[:numel]
+
+
+def positive_bits(x: Tensor) -> Tensor:
+    """Packed bits of where x is not <= 0, a NaN included."""
+    return pack_bits((x <= 0).logical_not_())
+
+
+def where_bits(out: Tensor, x: Tensor, bits: Tensor) -> None:
+    """Writes the elements of x that have a bit to `out`, and zero for the others; `out` may be x."""
+    torch.where(unpack_bits(bits, x.numel()).view(x.shape), x, torch.zeros((), dtype=x.dtype, device=x.device), out=out)

@@ -45,15 +45,18 @@ def backward(
     beta: Tensor | None,
     relu: bool,
     add: Tensor | None,
+    sums: Tensor | None = None,
+    count: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """out = the gradient of x (plus `add`); returns the gradients of gamma and beta."""
+    """out = the gradient of x (plus `add`); returns the gradients of gamma and beta: `sums`, where these are known."""
     value, dz = _wide(x), _wide(grad_y)
     scale, shift = (_per_channel(v, x) for v in fold(mean, invstd, gamma, beta))
     if relu:
         dz = torch.where(value * scale + shift <= 0, 0.0, dz)
     normal = (value - _per_channel(mean, x)) * _per_channel(invstd, x)
-    grad_gamma, grad_beta = (dz * normal).sum(_over(x)), dz.sum(_over(x))
-    count = x.numel() // x.shape[1]
+    if sums is None:
+        sums, count = torch.stack([(dz * normal).sum(_over(x)), dz.sum(_over(x))]), x.numel() // x.shape[1]
+    grad_gamma, grad_beta = (each.clone() for each in sums)
     grad_x = scale * (dz - _per_channel(grad_beta / count, x) - normal * _per_channel(grad_gamma / count, x))
     out.copy_(grad_x if add is None else grad_x + _wide(add))
     return grad_gamma, grad_beta

@@ -14,6 +14,7 @@ Rule = Callable[..., tuple[Tensor, ...]]  # weight, gradient, moments -> weight,
 def sgd_update(
     weight: Tensor,
     gradient: Tensor | None,
+    gradient_scales: Tensor | None,
     momentum: Tensor | None,
     scales: Tensor | None,
     lr: float,
@@ -22,6 +23,7 @@ def sgd_update(
     weight_decay: float,
     factor: float,
     move: bool,
+    by_chance: bool,
     noise: Sequence[int],
 ) -> None:
     """weight -= lr (momentum = mu momentum + gradient), in place; see kernels/update.py."""
@@ -32,12 +34,14 @@ def sgd_update(
         return w - lr * (g + mu * m if nesterov else m), m
 
     moments = [(momentum if gradient is not None else None, scales)]
-    _update(weight if move else None, weight, gradient, [(momentum, scales)], moments, rule, noise)
+    read = (gradient, gradient_scales)
+    _update(weight if move else None, weight, read, [(momentum, scales)], moments, rule, noise, by_chance)
 
 
 def adam_update(
     weight: Tensor,
     gradient: Tensor,
+    gradient_scales: Tensor | None,
     first: Tensor,
     second: Tensor,
     first_scales: Tensor | None,
@@ -65,21 +69,22 @@ def adam_update(
         return w - lr / (1 - beta1**step) * m / (root * correction + eps), m, root if rooted else v
 
     moments = [(first, first_scales), (second, second_scales)]
-    _update(weight, weight, gradient, moments, moments, rule, noise)
+    _update(weight, weight, (gradient, gradient_scales), moments, moments, rule, noise)
 
 
 def _update(
     to_weight: Tensor | None,
     weight: Tensor,
-    gradient: Tensor | None,
+    gradient: Stored,
     moments: Sequence[Stored],
     to_moments: Sequence[Stored],
     rule: Rule,
     noise: Sequence[int],
+    by_chance: bool = False,
 ) -> None:
     wide = torch.promote_types(weight.dtype, torch.float32)
     key, device = key_of(noise), weight.device
-    stored = [(weight, None), (gradient, None), *moments]
+    stored = [(weight, None), gradient, *moments]
     targets = [(to_weight, None), *to_moments]
 
     def new(part: slice) -> tuple[Tensor, ...]:
@@ -89,7 +94,8 @@ def _update(
     for part in parts(weight.numel()):
         for stream, (numbers, (values, _), scales) in enumerate(zip(new(part), targets, new_scales, strict=True)):
             if values is not None:
-                bits = random_bits(key, stream // 2, part, device) if _is_noisy(stream, values) else None
+                noisy = _is_noisy(stream, values) or (stream == 1 and by_chance)
+                bits = random_bits(key, (0, 2, 1)[stream], part, device) if noisy else None
                 narrow(flat(values), scales, part, numbers, bits)
     for (_, scales), chosen in zip(targets, new_scales, strict=True):
         if scales is not None and chosen is not None and scales is not chosen:
