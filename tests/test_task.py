@@ -243,3 +243,11 @@ def test_a_step_that_cannot_train_is_refused_with_the_reason(change, words):
     task = make(**change)
     with pytest.raises(ShoestringError, match=words):
         Stepper(task).step(task.batch)
+
+
+@pytest.mark.parametrize("make", [SGD, Adam])
+@pytest.mark.parametrize("wrong", [{"lr": -1}, {"lr": float("nan")}, {"weight_decay": float("inf")}])
+def test_a_senseless_setting_of_an_optimizer_is_refused_where_it_is_written(make, wrong):
+    (name,) = wrong
+    with pytest.raises(ShoestringError, match=rf"{make.__name__}\({name}="):
+        make(**wrong)

@@ -6,7 +6,7 @@ of a `with` block. There is one for each thread; PyTorch runs the backward pass 
 `backward()`, so it sees the step's.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -24,11 +24,14 @@ class Ambient(NamedTuple):
     rank: int = 0  # step: which of the processes that share a batch this is
     mode: Any = None  # passes.mode: the LeanMode that answers the model's calls
     stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
+    times: int = 1  # passes.sweeps: in a trace, what runs stands for so many runs that are like it
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
     scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced
     offloaded_bytes: list[int] | None = None  # planning.traces: collects the sizes of tensors offloaded
     entered: tuple[nn.Module, ...] = ()  # training.evaluate: models that run under their task's contexts,
     evaluated: Callable[[int, int], None] | None = None  # and who is told of batches done and in all
+    room: Callable[[], int] | None = None  # training.run: bytes that the budget leaves while a batch is read
+    split: Callable[[Any], Iterable[Any]] | None = None  # training.judging: how a replanned run cuts its batches
 
     @staticmethod
     def now() -> "Ambient":

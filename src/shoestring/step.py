@@ -3,11 +3,13 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from . import structure
 from .ambient import Ambient
 from .distributed import ALONE, World, together
 from .errors import Diverged, ShoestringError
@@ -16,6 +18,8 @@ from .kernels.gradients import squared_norm
 from .ledger import Phase
 from .optimizers import make
 from .phases import phase
+from .taping import Tapes
+from .taping.recorder import unseen
 from .task import Context, Task
 from .turns import turn
 from .used_up import USED_UP, UsedUp, clear_used_up, mark_used_up
@@ -75,7 +79,7 @@ class Stepper:
 
     def __init__(self, task: Task, length: int | None = None, world: World = ALONE) -> None:
         self.task, self.length, self.world = task, length, world
-        self._together = together(world, task.model)
+        self._together = together(world, task)
         self.told: dict[str, Any] = {}  # by the hooks after the last update
         self.microbatch: Any = None  # the step's first, if it has any, while the hooks after the update run
         self.optimizer = make(task.optimizer, task.model)
@@ -90,6 +94,8 @@ class Stepper:
         self._clip = math.inf  # of the update in progress alone, besides the task's
         self._updating = False  # also after an error in the middle of it
         self._made: list[tuple[int, int]] = []  # the gradients as the last backward pass left them
+        taken = "the optimizer takes gradients while the backward pass makes them" if self.in_backward else ""
+        self.tapes = Tapes(task.model, taken) if task.static_graph and world.size == 1 else None
 
     def step(self, batch: Any) -> Tensor:
         (pieces, counts), total = self._together.counted(lambda: self._cut(batch))
@@ -168,6 +174,12 @@ class Stepper:
         return norm
 
     @property
+    def does_more(self) -> bool:
+        """Whether a hook does more after the next update than after others, such as rewiring."""
+        hooks = (getattr(hook, "is_due", None) for hook in self.task.after_update)
+        return any(is_due(self) for is_due in hooks if is_due is not None)
+
+    @property
     def is_open(self) -> bool:
         """Whether gradients of an update were made that is not done yet."""
         return self._before is not None
@@ -215,6 +227,8 @@ class Stepper:
         self.told = {}
         if not self.skipped:
             self.updates += 1
+            if self.tapes is not None and self.does_more:
+                self.tapes.clear()  # first, so that its memory is there for what follows
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
             if self.task.after_update:
@@ -276,15 +290,24 @@ class Stepper:
         return {name: part for name, part in parts.items() if part is not None}
 
     def one_pass(self, piece: Any, weight: float, is_last: bool = False) -> Tensor:
-        """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss. During the last
-        one of a step they are on their way to other processes, if there are any."""
+        """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss."""
+        if self.tapes is None:
+            return self._run_pass(piece, weight, is_last)
+        decided = weight, self.scale and self.scale.value
+        run = partial(self._run_pass, piece, weight, is_last)
+        return self.tapes.one_pass(decided, list(structure.leaves(piece)), run, self._check_finite)
+
+    def _run_pass(self, piece: Any, weight: float, is_last: bool) -> Tensor:
+        """The same by the model's own code. During the last pass of a step gradients are on their way to other
+        processes, if there are any."""
         with ExitStack() as stack:
-            for context in (*self.task.contexts, *self._driven.contexts):
+            for context in (*self.task.contexts, *self._driven.contexts, *self._together.contexts):
                 stack.enter_context(context(self.task.model))
             with phase(Phase.FORWARD):
                 loss = self.task.loss_of(self.task.model, piece)
                 check_loss(loss)
-                check_finite(loss, self.updates, narrow=self.scale is not None)
+                with unseen():
+                    self._check_finite(loss)
                 weight *= self._together.factor
                 if weight != 1:
                     loss = loss * weight
@@ -292,6 +315,9 @@ class Stepper:
             with phase(Phase.BACKWARD), self._together.last_pass() if is_last else nullcontext():
                 scaled.backward()
             return loss.detach()
+
+    def _check_finite(self, loss: Tensor) -> None:
+        check_finite(loss, self.updates, narrow=self.scale is not None)
 
     def _scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale; in FP32, because the scale alone may exceed FP16."""
@@ -301,7 +327,8 @@ class Stepper:
 
     def update(self) -> str:
         """Updates the weights -> ""; or why the step is skipped, if the gradients overflowed at this loss scale."""
-        bad, unscale = self._together.overflow(first_not_finite(self.task.model)), 1.0
+        found = getattr(self.optimizer, "not_finite", "") or first_not_finite(self.task.model)
+        bad, unscale = self._together.overflow(found), 1.0
         if self.scale is not None:
             unscale = 1 / self.scale.value
             if not self.scale.accepts(bad):

@@ -1,5 +1,6 @@
 """Task: a model, its loss, a batch and an optimizer: all that a training step needs, and nothing else."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,13 @@ from .items import Shared, usual
 from .optimizers import remade
 
 
+def _check_positive(settings: Any, *names: str) -> None:
+    """Refuses what no optimizer of PyTorch takes, where it is written down."""
+    for name in names:
+        if not 0 <= (value := getattr(settings, name)) < math.inf:
+            raise ShoestringError(f"{type(settings).__name__}({name}={value}): use a number from 0 on, and finite")
+
+
 @dataclass(frozen=True)
 class SGD:
     """Settings of stochastic gradient descent; called with parameters it makes the optimizer."""
@@ -22,6 +30,9 @@ class SGD:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lr", "momentum", "weight_decay")
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD(
@@ -42,6 +53,9 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = False
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "lr", "eps", "weight_decay")
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         kind = torch.optim.AdamW if self.decoupled else torch.optim.Adam
@@ -93,11 +107,18 @@ class Task:
     A step whose loss or gradient is not finite changes nothing: `on_nonfinite` says whether it raises `Diverged` or is
     skipped.
 
+    With `sync_batch_norm`, batch norm in several processes takes the statistics of all of them, as
+    torch.nn.SyncBatchNorm does; without it, each takes those of its share of the batch.
+
     What microbatches must know of the loss and the batch (docs/techniques/microbatch.md):
     `reduction` is "sum" for a loss that is the sum over the items and not their mean;
     `microbatches` is False for a loss that is neither, and True for one that is known to be: it is not checked then;
     `shared` names what belongs to all examples at once and is not cut, such as a mask of (length, length): a collection
     of names, or a function of a leaf's path and value.
+
+    `static_graph` promises, as in DistributedDataParallel, that the model's code does the same in every pass: the same
+    operators, whatever the values. Passes over small microbatches are then recorded and run again without that code
+    (tape.py), in a fraction of the time.
 
     The remaining fields are what techniques change:
     `split(batch)` yields microbatches, whose losses are weighted by their share of the items;
@@ -105,7 +126,8 @@ class Task:
     `clip` is the largest norm of the whole gradient, if any;
     `scaling` makes the run's loss scale, which FP16 gradients need;
     `after_update` are called with the stepper after each update, when no gradient is there;
-    `devices` is the number of processes that share a batch and update by the sum of their gradients.
+    `devices` is the number of processes that share a batch and update by the sum of their gradients;
+    `sharded` says that each has only its shard of parameters, gradients and optimizer state.
     """
 
     model: nn.Module
@@ -120,11 +142,14 @@ class Task:
     reduction: str = "mean"
     microbatches: bool | None = None
     shared: Shared = ()
+    static_graph: bool = False
+    sync_batch_norm: bool = False
     split: Callable[[Any], Iterable[Any]] = whole
     contexts: tuple[Context, ...] = ()
     after_update: tuple[Hook, ...] = ()
     scaling: Callable[[], LossScale] | None = None
     devices: int = 1
+    sharded: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # the techniques in force, in a plan's words
 
     def __post_init__(self) -> None:

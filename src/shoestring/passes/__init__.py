@@ -14,6 +14,7 @@
       checksums.py          whether the recomputed tensors are those of the first run
       states.py buffers.py  random generators, autocast and buffers, as they were at the first run
       tape.py               regions of m operations in place of modules
+    sweeps.py             blocks that run a few samples at a time; batch norm's sums are learned before
     patching.py           a module whose calls go elsewhere for the length of a context
     switches.py hooks.py  a model's own checkpointing and a user's forward hooks, beside ours
     boundary.py           the hooks by which a 16-bit model takes and gives FP32

@@ -1,5 +1,6 @@
 """A tensor's shape, dtype and checksum, by which a region's recomputation is compared with its first run."""
 
+import ctypes
 import zlib
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction, _len_torch_dispatch_stack
 from torch._guards import active_fake_mode
+
+from ..taping.recorder import unseen
 
 ALL = 4096  # a tensor's checksum is that of all its elements up to this number,
 SPOTS, WIDTH = 64, 16  # and of a larger one's elements at so many places, so many in a row
@@ -24,7 +27,7 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Seen":
-        with torch.no_grad(), DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction(), unseen():
             return cls(tensor.shape, tensor.dtype, _checksum(tensor.detach()))
 
     def difference(self, first: "Seen | None", values: bool = True) -> str:
@@ -44,7 +47,8 @@ def _checksum(tensor: Tensor) -> int | Tensor | None:
         return None
     sample = _sample(tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(torch.uint8)
     if sample.device.type == "cpu":
-        return zlib.crc32(sample.numpy().data)
+        # Not by numpy(), after which no storage can be resized, as FSDP2 does to parameters.
+        return zlib.crc32((ctypes.c_char * sample.nbytes).from_address(sample.data_ptr()))
     weights = torch.arange(1, sample.numel() + 1, device=sample.device) * _GOLDEN
     return (sample.flatten() * weights).sum()  # stays on the device: no synchronisation in the forward pass
 

@@ -12,17 +12,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ShoestringError
-from ..kernels.bitmask import pack_bits, unpack_bits
+from ..kernels.bitmask import pack_bits, positive_bits, unpack_bits, where_bits
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
 from ..kernels.windows import Window, window_indices, window_places
+from .owned import told_if_owned
 from .saved_tensors import SECOND_BACKWARD, OneUse, Stored, StoredInput, is_lossy, samples_at_a_time, store
 
 
 class Statistics(NamedTuple):
-    """Mean and inverse standard deviation per channel of a batch."""
+    """Mean and inverse standard deviation per channel of a batch; `shared` if only some of its samples are at hand."""
 
     mean: Tensor
     invstd: Tensor
+    shared: "Shared | None" = None
+
+
+class Shared(Protocol):
+    """A batch norm of whose batch only some samples are at hand (sweeps.py)."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the weights' gradients are wanted already."""
+        ...
+
+    def backward(self, grad: Tensor, x: Tensor, gamma: Any, beta: Any, relu: bool, out: Tensor | None) -> tuple: ...
 
 
 class Product(Protocol):
@@ -107,14 +120,15 @@ class NormReluProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        product, (mean, invstd), (gamma, beta) = ctx.product, ctx.statistics, ctx.norm
-        x = _take(ctx)
-        weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
-        bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
+        product, (mean, invstd, shared), (gamma, beta) = ctx.product, ctx.statistics, ctx.norm
+        x, weight, bias = _take(ctx), None, None
+        if shared is None or shared.is_last:
+            weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
+            bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
         between = product.input_gradient(grad, x.shape)
         if ctx.mask is not None:
-            between.masked_fill_(unpack_bits(ctx.mask, x.numel()).logical_not_().view(x.shape), 0)
-        gradients = batch_norm_backward(between, x, mean, invstd, gamma, beta, relu=ctx.mask is None, out=between)
+            _where(ctx.mask, between)
+        gradients = _norm_gradients(ctx.statistics, between, x, gamma, beta, ctx.mask is None, between)
         return *wanted(ctx, gradients), weight, bias, None, None, None
 
 
@@ -131,12 +145,20 @@ class LeanNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        (mean, invstd), (gamma, beta) = ctx.statistics, ctx.norm
         if ctx.mask is not None:
             grad = torch.where(unpack_bits(ctx.mask, grad.numel()).view(grad.shape), grad, 0)
         relu = ctx.relu and ctx.mask is None
-        gradients = batch_norm_backward(grad, _take(ctx), mean, invstd, gamma, beta, relu=relu)
+        gamma, beta = ctx.norm
+        gradients = _norm_gradients(ctx.statistics, grad, _take(ctx), gamma, beta, relu, None)
         return *wanted(ctx, gradients), None, None, None
+
+
+def _norm_gradients(
+    statistics: Statistics, grad: Tensor, x: Tensor, gamma: Any, beta: Any, relu: bool, out: Tensor | None
+) -> tuple:
+    if statistics.shared is not None:
+        return statistics.shared.backward(grad, x, gamma, beta, relu, out)
+    return batch_norm_backward(grad, x, statistics.mean, statistics.invstd, gamma, beta, relu, out=out)
 
 
 def wanted(ctx: Any, gradients: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -154,10 +176,29 @@ class LeanRelu(torch.autograd.Function):
         return x.clamp_min(0)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        mask = unpack_bits(_take(ctx), grad.numel())
-        return torch.where(mask.view(grad.shape), grad, 0), None  # an infinite gradient times 0 would be NaN
+    @told_if_owned
+    def backward(ctx: Any, grad: Tensor, owned: bool) -> Any:
+        if not grad.is_contiguous():
+            return _where(_take(ctx), grad if owned else grad.clone()), None
+        x = grad if owned else torch.empty_like(grad)
+        where_bits(x, grad, _take(ctx))
+        return x, None
+
+
+def _where(bits: Tensor, grad: Tensor) -> Tensor:
+    """Sets a gradient to 0, in place, where the mask has no bit (an infinite one times 0 is NaN). In a layout other
+    than the mask's, that is unpacked to a few samples at a time, if these fill whole bytes."""
+    if grad.is_contiguous():
+        where_bits(grad, grad, bits)
+        return grad
+    whole = grad.numel() == 0 or grad.dim() == 0 or grad[0].numel() % 8
+    parts = [grad] if whole else grad.split(samples_at_a_time(grad.shape, grad.dtype))
+    start = 0
+    for part in parts:
+        stop = start + -(-part.numel() // 8)
+        part.masked_fill_(unpack_bits(bits[start:stop], part.numel()).logical_not_().view(part.shape), 0)
+        start = stop
+    return grad
 
 
 class LeanReluInPlace(torch.autograd.Function):
@@ -169,10 +210,7 @@ class LeanReluInPlace(torch.autograd.Function):
         ctx.mark_dirty(x)
         return x.clamp_min_(0)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return LeanRelu.backward(ctx, grad)
+    backward = LeanRelu.backward
 
 
 class LeanMaxPool(torch.autograd.Function):
@@ -189,9 +227,12 @@ class LeanMaxPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         shape, dtype, device = ctx.like
-        indices = window_indices(_take(ctx).view(grad.shape), shape, ctx.window)
-        like = torch.empty(1, dtype=dtype, device=device).expand(shape)  # only its shape is read
-        return torch.ops.aten.max_pool2d_with_indices_backward(grad, like, *ctx.window, indices), None
+        places, x = _take(ctx).view(grad.shape), torch.empty(shape, dtype=dtype, device=device)
+        few = samples_at_a_time(shape, dtype)  # indices have 64 bits
+        for part, place, out in zip(grad.split(few), places.split(few), x.split(few), strict=True):
+            indices = window_indices(place, out.shape, ctx.window)
+            out.copy_(torch.ops.aten.max_pool2d_with_indices_backward(part, out, *ctx.window, indices))
+        return x, None
 
 
 class LeanDropout(torch.autograd.Function):
@@ -239,7 +280,7 @@ def lean_relu_in_place(x: Tensor) -> Tensor:
 
 def _passing(x: Tensor) -> Stored:
     """Where ReLU lets a gradient pass, one bit per element."""
-    return store(pack_bits((x <= 0).logical_not_()))
+    return store(positive_bits(x))
 
 
 def lean_max_pool(x: Tensor, window: Window) -> Tensor:

@@ -12,6 +12,7 @@ from .saved_tensors import samples_at_a_time
 from .widened import is_narrow
 
 Pair = tuple[Tensor, Tensor]
+WEIGHT_BYTES = 16 << 20  # PyTorch's weight gradient takes scratch of the output's gradient, in another layout
 PIECE_BYTES = 4 << 20  # PyTorch's input gradient of a strided convolution takes scratch of three maps of its samples
 
 
@@ -42,6 +43,10 @@ class Convolution(Layer):
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
         return conv_weight_gradient(grad, x, self.weight.shape, *self._geometry(), **_reading(prologue))
 
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+        """Adds the gradient that some of a batch's samples give to `total`, whatever made the forward pass."""
+        conv_weight_gradient(grad, x, self.weight.shape, *self._geometry(), out=total)
+
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
         return conv_input_gradient(grad, self.weight, shape, *self._geometry())
 
@@ -61,7 +66,12 @@ class PlainConvolution(Convolution):
         return torch.conv2d(x, self.weight, self.bias, *self._geometry())
 
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: Pair | None) -> Tensor:
-        return self._backward(grad, x, [False, True, False])[1]
+        count = samples_at_a_time(grad.shape, grad.dtype, WEIGHT_BYTES)
+        first, *rest = zip(grad.split(count), x.split(count), strict=True)
+        total = self._backward(*first, [False, True, False])[1]
+        for part in rest:
+            total += self._backward(*part, [False, True, False])[1]
+        return total
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
         if self._skips():  # PyTorch's takes scratch of three such maps

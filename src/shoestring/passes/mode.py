@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import _verify_batch_size  # type: ignore[attr-defined]
-from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
@@ -28,6 +27,7 @@ from ..kernels.norm import batch_norm_statistics
 from ..ledger import Phase
 from ..phases import current_phase
 from ..task import Task
+from ..user_hooks import hooked_modules
 from .arguments import (
     convolution_arguments,
     dropout_arguments,
@@ -47,6 +47,7 @@ from .functions import (
 )
 from .layers import Convolution, Linear, PlainConvolution
 from .norms import plain_norm
+from .owned import usual_references
 from .patterns import CONVOLUTION, NORM, RELU, Call, Patterns, learn, norm_arguments
 from .placeholders import METADATA, Norm, Placeholders, Record
 from .saved_tensors import Stored, store
@@ -79,6 +80,7 @@ class LeanModeContext:
     @contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
         mode = LeanMode(model, self.options, self.patterns)
+        usual_references()  # here, for it cannot be counted inside a pass
         with Ambient.during(mode=mode):
             with mode, without_checkpoints():
                 yield
@@ -124,8 +126,11 @@ class _Recipe:
     x: Tensor
 
     def take(self) -> Tensor:
+        return self.samples(0, len(self.x))
+
+    def samples(self, start: int, stop: int) -> Tensor:
         with torch.no_grad():
-            return self.product.forward(self.x, None)
+            return self.product.forward(self.x[start:stop], None)
 
 
 class LeanMode(TorchFunctionMode):
@@ -147,6 +152,7 @@ class LeanMode(TorchFunctionMode):
         self.before: dict[int, list[dict[str, Tensor]]] = {}  # statistics of instance norms, before their first run
         self.placeholders = Placeholders()
         self.recipes: dict[int, tuple[weakref.ref, _Recipe]] = {}
+        self.sweep: Any = None  # the block that runs a few samples at a time (sweeps.py), if one does
 
     def store_input(self, tensor: Tensor) -> Stored:
         """Chooses how a region stores its input. If a layer produced it from a smaller tensor that is alive anyway,
@@ -157,6 +163,15 @@ class LeanMode(TorchFunctionMode):
     def running(self) -> AbstractContextManager:
         """A context in which this mode answers calls: PyTorch takes it off its stack for `backward()`."""
         return nullcontext() if self in _get_current_function_mode_stack() else self
+
+    @contextmanager
+    def sweeping(self, block: Any) -> Iterator[None]:
+        """Inside the context, norms get the statistics of their batch from the block, of which some samples run."""
+        before, self.sweep = self.sweep, block
+        try:
+            yield
+        finally:
+            self.sweep = before
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -174,7 +189,9 @@ class LeanMode(TorchFunctionMode):
         handler, recomputing = self._handler(func, args, kwargs), current_phase() == Phase.RECOMPUTE
         if handler not in _TAKES_PLACEHOLDERS:
             args, kwargs = self.placeholders.real((args, kwargs))
-        if recomputing and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs):
+        repeats = recomputing or self.sweep is not None
+        changes = repeats and args and id(args[0]) in self.buffers and changes_its_input(func, args, kwargs)
+        if changes and (recomputing or not self.sweep.may_change(args[0])):
             return args[0]  # the first run has changed it, e.g. a counter of batches
         return handler(self, func, args, kwargs) if handler else func(*args, **kwargs)
 
@@ -211,6 +228,8 @@ class LeanMode(TorchFunctionMode):
 
     def _statistics(self, call: dict) -> Statistics:
         """The batch's statistics: those of the first run if this is a recomputation, else computed and remembered."""
+        if self.sweep is not None:
+            return self.sweep.statistics(call)
         recomputing, key = current_phase() == Phase.RECOMPUTE, self._identity(call)
         known = self.statistics.get(key, [])
         if recomputing and len(known) == 1:  # a norm that is called twice per pass recomputes its statistics
@@ -221,7 +240,7 @@ class LeanMode(TorchFunctionMode):
             statistics = Statistics(mean, (variance + call["eps"]).rsqrt())
             if not recomputing:
                 self.statistics.setdefault(key, []).append(statistics)
-                _update_running(call, mean, variance, x.numel() // x.shape[1])
+                update_running(call, mean, variance, x.numel() // x.shape[1])
         return statistics
 
     def _identity(self, call: dict) -> int:
@@ -315,26 +334,7 @@ class LeanMode(TorchFunctionMode):
         return widened(func, args, kwargs)
 
 
-_HOOKS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
-
-
-def hooked_modules(model: nn.Module) -> frozenset[str]:
-    """The modules whose inputs or outputs a user's hook sees: all of them if the hook is a global one."""
-    if any(map(_has_users_hook, (getattr(module_hooks, f"_global_{kind}") for kind in _HOOKS))):
-        return frozenset(path for path, _ in model.named_modules())
-    return frozenset(
-        path
-        for path, module in model.named_modules()
-        if any(_has_users_hook(hooks) for kind in _HOOKS if (hooks := getattr(module, f"_{kind}")))
-    )
-
-
-def _has_users_hook(hooks: dict[int, Callable]) -> bool:
-    ours = __name__.partition(".")[0]
-    return any(str(getattr(hook, "__module__", "")).partition(".")[0] != ours for hook in hooks.values())
-
-
-def _update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> None:
+def update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> None:
     """running = (1 - momentum) running + momentum new, with the unbiased variance, as PyTorch does."""
     if call["running_mean"] is not None:
         momentum = call["momentum"]

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..kernels.norm import batch_norm_backward
 from .functions import take_stored, wanted
+from .owned import told_if_owned
 from .saved_tensors import StoredInput, store
 
 
@@ -22,17 +22,22 @@ class PlainNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @told_if_owned
+    def backward(ctx: Any, grad: Tensor, owned: bool) -> Any:
         kept, (mean, invstd) = take_stored(ctx), ctx.statistics
         if isinstance(kept, StoredInput):
-            return *wanted(ctx, in_parts(grad, kept, mean, invstd, ctx.gamma)), None, None
+            return *wanted(ctx, in_parts(grad, kept, mean, invstd, ctx.gamma, owned)), None, None
         # Our own kernel: PyTorch's takes a map of scratch, which in the stem of a ResNet would be the peak.
-        return *wanted(ctx, batch_norm_backward(grad, kept.take(), mean, invstd, ctx.gamma)), None, None
+        x = kept.take()
+        out = grad if owned and grad.stride() == x.stride() else None
+        return *wanted(ctx, batch_norm_backward(grad, x, mean, invstd, ctx.gamma, out=out)), None, None
 
 
-def in_parts(grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: Tensor | None) -> tuple[Tensor, ...]:
-    """dx = gamma invstd (dy - mean(dy) - n mean(dy n)), n = (x - mean) invstd; x is expanded twice, in parts."""
+def in_parts(
+    grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: Tensor | None, owned: bool
+) -> tuple[Tensor, ...]:
+    """dx = gamma invstd (dy - mean(dy) - n mean(dy n)), n = (x - mean) invstd; x is expanded twice, in parts. If dy is
+    owned, dx takes its place."""
     shape = (1, grad.shape[1]) + (1,) * (grad.dim() - 2)
     pixels, (mean, invstd) = [0, *range(2, grad.dim())], (each.view(shape) for each in (mean, invstd))
     sum_dy, sum_dyn = grad.new_zeros(shape, dtype=mean.dtype), grad.new_zeros(shape, dtype=mean.dtype)
@@ -42,7 +47,7 @@ def in_parts(grad: Tensor, x: StoredInput, mean: Tensor, invstd: Tensor, gamma: 
         sum_dyn += normed.mul_(grad[part]).sum(pixels, keepdim=True)
     count = grad.numel() // grad.shape[1]
     scale = invstd if gamma is None else invstd * gamma.view(shape)
-    dx = torch.empty_like(grad)
+    dx = grad if owned else torch.empty_like(grad)
     for part, values in x.parts():
         normed = values.sub(mean).mul_(invstd * (sum_dyn / count))
         dx[part] = normed.add_(sum_dy / count).sub_(grad[part]).mul_(-scale)

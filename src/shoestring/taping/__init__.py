@@ -1,0 +1,85 @@
+"""Tapes: passes whose Python does the same each time, recorded once and run again without it.
+
+A pass over a small microbatch spends most of its time in the code of modules, modes, hooks and autograd, and little in
+kernels. If that code does the same in every pass (`Task.static_graph`), its operators can be written down: which ones,
+on which tensors, in which order. Running them again gives the same bits, and each tensor is freed after its last use.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+
+from ..ledger import Phase
+from ..phases import phase
+from ..user_hooks import HOOKS, global_hooks
+from .recorder import record
+from .tape import Leaves, Tape, form_of, given_tensors
+
+
+class Tapes:
+    """The tape of a model's passes. One is recorded when two passes in a row have the same form, and kept until two of
+    another form follow each other: of a step's microbatches, all but the first, which makes the gradients.
+
+    `reason` says why no pass can be recorded, or why one could not: from then on none is.
+    """
+
+    def __init__(self, model: nn.Module, reason: str = "") -> None:
+        self.model, self.reason = model, reason
+        self._last: Any = None  # the form of the pass before
+        self._form: Any = None  # of the tape
+        self._tape: Tape | None = None
+
+    def one_pass(
+        self, decided: Any, leaves: Leaves, run: Callable[[], Tensor], check: Callable[[Tensor], None]
+    ) -> Tensor:
+        """The loss of a pass, by its tape and then checked, or as `run` does it and checks it. `decided` is what the
+        pass depends on besides tensors and modules."""
+        if self.reason or not _is_alone():
+            return run()
+        given = list(given_tensors(self.model, leaves))
+        form = (decided, form_of(given), _modes(self.model), *map(_like, leaves))
+        last, self._last = self._last, form
+        if self._tape is not None and form == self._form:
+            with phase(Phase.FORWARD):
+                loss = self._tape.run(given)
+            check(loss)
+            return loss
+        del given
+        if form != last:
+            return run()
+        self._tape, self._form = None, form
+        loss, tape = record(run, self.model, leaves)
+        if isinstance(tape, Tape):
+            self._tape = tape
+        else:
+            self.reason = tape
+        return loss
+
+    @property
+    def length(self) -> int:
+        """The operators on the tape; 0 if there is none."""
+        return 0 if self._tape is None else len(self._tape.heads)
+
+    def clear(self) -> None:
+        """Forgets the tape: something of the model is about to change."""
+        self._tape = self._last = None
+
+
+def _is_alone() -> bool:
+    """Whether nobody watches the pass who would miss the Python of it, as traces and modes do."""
+    return not (_len_torch_dispatch_stack() or _len_torch_function_stack())
+
+
+def _modes(model: nn.Module) -> int:
+    """Hash of what decides besides tensors what modules do: their modes, and whether somebody hooks into them."""
+    own = ((module.training, *(len(getattr(module, kind)) for kind in HOOKS)) for module in model.modules())
+    return hash((*map(len, global_hooks()), *own))
+
+
+def _like(leaf: Any) -> Any:
+    """What a leaf of the batch is, for comparing; what cannot be compared is like nothing else."""
+    if isinstance(leaf, Tensor):
+        return None
+    return (type(leaf), leaf) if isinstance(leaf, str | bytes | int | float | None) else object()

@@ -1,0 +1,103 @@
+"""A tape: the operators of one forward and backward pass, as `recorder.py` writes them down."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import _AutoDispatchBelowAutograd
+
+Leaves = list[Any]  # of a microbatch
+NOBODY = -1  # in place of the slot of a result that nobody reads
+
+
+class Head(NamedTuple):
+    """What calls of alike layers have in common: the operator, its arguments with None in place of tensors, the places
+    of those (a pair for one inside a list), and how many results it has that are new."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict[str, Any]
+    places: tuple[int | tuple[int, int], ...]
+    fills: int
+
+
+class Tape(NamedTuple):
+    """Calls of operators on numbered slots. In `numbers` each call has the slots that it reads, how many slots are read
+    there for the last time and which, and the slots of its results. It is small, for networks that are."""
+
+    heads: list[Head]
+    numbers: "array[int]"
+    slots: int
+    given: "array[int]"  # the slot of each of `given_tensors`, in their order, or NOBODY
+    constants: dict[int, Tensor]
+    loss: int
+    gradients: list[tuple[nn.Module, str, int]]  # where the pass leaves new gradients: parameters, and their slots
+
+    def run(self, given: list[Tensor]) -> Tensor:
+        """Does the pass on `given_tensors` like those that it was recorded with -> its loss."""
+        slots: list[Any] = [None] * self.slots
+        for number, tensor in zip(self.given, given, strict=True):
+            if number != NOBODY:
+                slots[number] = tensor
+        for number, tensor in self.constants.items():
+            slots[number] = tensor
+        with torch.no_grad(), _AutoDispatchBelowAutograd():
+            self._do(slots)
+        for module, name, number in self.gradients:
+            module._parameters[name].grad = slots[number]  # type: ignore[union-attr]
+        return slots[self.loss]
+
+    def _do(self, slots: list[Any]) -> None:
+        numbers = iter(self.numbers)
+        for function, template, kwargs, places, fills in self.heads:
+            args = [*template]
+            for place in places:
+                tensor = slots[next(numbers)]
+                if type(place) is int:
+                    args[place] = tensor
+                else:
+                    _put_inside(args, place, tensor)
+            result = function(*args, **kwargs)
+            for _ in range(next(numbers)):
+                slots[next(numbers)] = None
+            if fills == 1:
+                number = next(numbers)
+                slots[number] = result if isinstance(result, Tensor) else result[0]
+            elif fills:
+                for part in result:
+                    if (number := next(numbers)) != NOBODY:
+                        slots[number] = part
+                part = None
+            del args, result  # nothing else is held when the next operator allocates
+            tensor = None
+
+
+def _put_inside(args: list[Any], place: Any, tensor: Tensor) -> None:
+    outer, inner = place
+    args[outer] = [*args[outer]]  # the template's own list is for other runs
+    args[outer][inner] = tensor
+
+
+def given_tensors(model: nn.Module, leaves: Leaves) -> Iterator[Tensor]:
+    """What a pass finds when it begins: the microbatch's tensors, parameters, their gradients so far, and buffers."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            yield leaf
+    for module in model.modules():
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                yield tensor
+                if tensor.grad is not None:
+                    yield tensor.grad
+
+
+def form_of(tensors: list[Tensor]) -> int:
+    """Hash of what a tape depends on of the tensors that a pass is given: all but their values."""
+    return hash(tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, has_hook(t)) for t in tensors))
+
+
+def has_hook(tensor: Tensor) -> bool:
+    """Whether somebody is to see the tensor's gradient."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

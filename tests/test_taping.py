@@ -1,0 +1,258 @@
+"""Tapes: a pass that is run again from its tape leaves what the model's code leaves, to the bit, or is not recorded."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import shoestring
+import zoo
+from contract import table
+from shoestring import SGD, Plan, Task, apply
+
+PLANS = [
+    {"microbatch": 3},
+    {"microbatch": 4},
+    {"checkpoint": "residual-2*", "microbatch": 3},
+    {"checkpoint": "no-bn"},
+    {"precision": "fp16", "checkpoint": "residual-2*", "microbatch": 3},
+    {"precision": "bf16", "microbatch": 3},
+    {"nonzero": 30, "precision": "fp16", "checkpoint": "residual-2*", "microbatch": 3},
+    {"nonzero": 30, "optimizer": "8bit", "microbatch": 3},
+    {"optimizer": "8bit+no-gradient"},
+    {"nonzero": 30, "precision": "fp16", "checkpoint": "residual-2**", "microbatch": 3},
+]
+
+
+def trained(task, plan, static, steps=4):
+    """A copy of the task's model after some updates, and the reason why there is no tape."""
+    torch.manual_seed(0)
+    lean = apply(task.with_(static_graph=static), plan, copy=True)
+    lean.stepper.length = steps
+    losses = [lean.step(task.batch) for _ in range(steps)]
+    state = {**lean.model.state_dict(), "losses": torch.stack(losses)}
+    return {name: value.clone() for name, value in state.items()}, lean.stepper
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name in one:
+        assert torch.equal(one[name], other[name]), name
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: " ".join(f"{k}={v}" for k, v in plan.items()))
+def test_a_tape_leaves_the_bits_of_the_code(plan):
+    task = table.wrn()
+    plain, _ = trained(task, Plan(**plan), static=False)
+    taped, stepper = trained(task, Plan(**plan), static=True)
+    assert_same(plain, taped)
+    if "no-gradient" not in str(plan):
+        assert stepper.tapes.reason == ""
+        assert stepper.tapes.length > 20
+
+
+@pytest.mark.parametrize("make", [table.resnet, table.vit, table.mlp, table.unet, table.gpt, table.dynamicconv])
+def test_every_kind_of_model(make):
+    task = make()
+    plain, _ = trained(task, Plan(), static=False)
+    taped, stepper = trained(task, Plan(), static=True)
+    assert_same(plain, taped)
+    assert stepper.tapes.length or stepper.tapes.reason
+
+
+def test_the_code_of_the_model_is_not_run_again():
+    class Counting(nn.Module):
+        calls = 0
+
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x):
+            Counting.calls += 1
+            return self.layer(x)
+
+    task = Task(
+        Counting(), lambda model, x: model(x).square().mean(), torch.randn(4, 4), SGD(lr=0.1), static_graph=True
+    )
+    lean = apply(task, Plan())
+    for _ in range(10):
+        lean.step(task.batch)
+    assert Counting.calls == 2  # the first pass, and the one that was recorded
+
+
+def test_rewiring_and_another_loss_scale_are_followed():
+    task = table.wrn()
+    plan = Plan(nonzero={"nonzero": 30, "method": "dsr"}, precision="fp16", microbatch=3)
+    plain, _ = trained(task, plan, static=False, steps=30)
+    taped, stepper = trained(task, plan, static=True, steps=30)
+    assert_same(plain, taped)
+    assert any(hook.times for hook in stepper.task.after_update)
+
+
+def test_batches_of_changing_sizes_are_run_by_their_code_or_tape():
+    task = table.mlp()
+    sizes = [32, 32, 32, 7, 32, 7, 7, 7, 32]
+    states = []
+    for static in (False, True):
+        torch.manual_seed(0)
+        lean = apply(task.with_(static_graph=static), Plan(), copy=True)
+        for size in sizes:
+            lean.step(tuple(leaf[:size] for leaf in task.batch))
+        states.append(lean.model.state_dict())
+    assert_same(*states)
+
+
+def test_evaluation_mode_between_steps_is_another_pass():
+    task = table.wrn()
+    states = []
+    for static in (False, True):
+        lean = apply(task.with_(static_graph=static), Plan(), copy=True)
+        for number in range(6):
+            lean.model.train(number != 4)
+            lean.step(task.batch)
+        states.append(lean.model.state_dict())
+    assert_same(*states)
+
+
+class Odd(nn.Module):
+    """A linear layer, and something besides that no tape can hold."""
+
+    def __init__(self, besides):
+        super().__init__()
+        self.layer, self.besides = nn.Linear(8, 8), besides
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        return self.besides(self, self.layer(x))
+
+
+def reading(model, x):
+    return x * 2 if x.sum() > 0 else x
+
+
+def replacing(model, x):
+    model.seen = model.seen + x.detach().mean()
+    return x
+
+
+def from_numpy(model, x):
+    return x + torch.from_numpy(np.sin(x.detach().numpy()))
+
+
+def filled_by_numpy(model, x):
+    filled = torch.empty(x.shape)
+    filled.numpy()[:] = x.detach().numpy() * 2
+    return x + filled
+
+
+def drawing(model, x):
+    return nn.functional.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("besides", "reason"),
+    [
+        (reading, "reads a value"),
+        (replacing, "replaces a tensor"),
+        (from_numpy, "without an operator"),
+        (filled_by_numpy, "without an operator"),
+        (drawing, "draws random numbers"),
+    ],
+)
+def test_what_a_tape_cannot_hold_is_run_by_the_code(besides, reason):
+    batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    states = []
+    for static in (False, True):
+        torch.manual_seed(0)
+        task = Task(Odd(besides), lambda model, x: model(x).square().mean(), batch, SGD(lr=0.1), static_graph=static)
+        lean = apply(task, Plan())
+        for number in range(5):
+            lean.step(batch * (-1) ** number)
+        states.append(lean.model.state_dict())
+    assert_same(*states)
+    assert reason in lean.stepper.tapes.reason
+
+
+def test_a_hook_of_the_user_is_called_in_every_pass():
+    task, calls = table.mlp().with_(static_graph=True), []
+    lean = apply(task, Plan())
+    lean.model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(5):
+        lean.step(task.batch)
+    assert len(calls) == 5
+    assert "hook" in lean.stepper.tapes.reason
+
+
+@pytest.mark.parametrize("register", [
+    lambda model, hook: model.register_forward_hook(hook),
+    lambda model, hook: nn.modules.module.register_module_forward_hook(hook),
+    lambda model, hook: next(model.parameters()).register_hook(lambda gradient: hook()),
+], ids=["module", "global", "parameter"])  # fmt: skip
+def test_a_hook_that_comes_after_the_tape_is_called(register):
+    model, calls = Odd(lambda model, x: x), []
+    task = Task(model, lambda model, x: model(x).square().mean(), torch.randn(6, 8), SGD(lr=0.1), static_graph=True)
+    lean = apply(task, Plan())
+    for _ in range(4):
+        lean.step(task.batch)
+    assert lean.stepper.tapes.length
+    handle = register(lean.model, lambda *_: calls.append(1))
+    try:
+        for _ in range(4):
+            lean.step(task.batch)
+    finally:
+        handle.remove()
+    assert len(calls) >= 4
+
+
+def test_a_batch_may_hold_what_cannot_be_compared():
+    model = Odd(lambda model, x: x)
+    batch = {"x": torch.randn(6, 8), "ids": np.arange(6)}
+    task = Task(model, lambda model, batch: model(batch["x"]).square().mean(), batch, SGD(lr=0.1), static_graph=True)
+    lean = apply(task, Plan())
+    losses = [float(lean.step(batch)) for _ in range(4)]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_constants_of_the_model_are_read_where_they_are():
+    scale = torch.full((8,), 2.0)
+    model = Odd(lambda model, x: x * scale)
+    task = Task(model, lambda model, x: model(x).square().mean(), torch.randn(6, 8), SGD(lr=0.1), static_graph=True)
+    lean = apply(task, Plan())
+    for _ in range(4):
+        lean.step(task.batch)
+    assert lean.stepper.tapes.length
+    before = float(lean.step(task.batch))
+    scale.zero_()
+    assert float(lean.step(task.batch)) == 0 < before
+
+
+def test_a_loss_that_is_not_finite_is_found_from_the_tape_too():
+    task = table.mlp().with_(static_graph=True)
+    lean = apply(task, Plan())
+    for _ in range(4):
+        lean.step(task.batch)
+    weights = {name: value.clone() for name, value in lean.model.state_dict().items()}
+    with pytest.raises(shoestring.ShoestringError, match="nan"):
+        lean.step((task.batch[0] * float("nan"), task.batch[1]))
+    assert_same(weights, lean.model.state_dict())
+    assert all(parameter.grad is None for parameter in lean.model.parameters())
+
+
+def test_offloaded_tensors_are_not_taken_from_a_tape():
+    task = zoo.mlp(512)
+    plain, _ = trained(task, Plan(activations="offload"), static=False)
+    taped, _ = trained(task, Plan(activations="offload"), static=True)
+    assert_same(plain, taped)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [({"optimizer": "8bit+8bit-gradient"}, "takes gradients"), ({"activations": "int4"}, "draws random numbers")],
+)
+def test_what_rounds_by_numbers_of_each_pass_says_why_it_is_not_recorded(settings, reason):
+    task = shoestring.builtin("wrn-10-1", batch=24, image=16)
+    lean = apply(task, Plan(microbatch=8, checkpoint="residual-2**", **settings))
+    for _ in range(2):
+        lean.step(task.batch)
+    assert lean.stepper.tapes.length == 0 and reason in lean.stepper.tapes.reason
