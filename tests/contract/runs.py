@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoestring import Task
+from shoestring.kernels.moments import read_moment
 from shoestring.passes.boundary import release
 from shoestring.step import Stepper
 from shoestring.structure import mapped
@@ -28,10 +29,12 @@ class Watched:
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         parameters = list(parameters)
         optimizer = self.make(parameters)
-        in_backward = getattr(optimizer, "in_backward", False)
+        in_backward = getattr(optimizer, "in_backward", False) and not optimizer.sums
 
         def note(factor: float = 1.0) -> None:
-            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            sums = getattr(optimizer, "_summed", {})
+            given = [read_moment(sums[p]) if p in sums else p.grad for p in parameters]
+            found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, given, strict=True)]
             self.gradients.append([] if in_backward else [gradient.double() * factor for gradient in found])
 
         if isinstance(optimizer, LeanOptimizer):  # the step hands it the factor of the loss scale

@@ -75,6 +75,8 @@ PLANS = {
     "residual-1*": (NORMED_BLOCKS, Plan(checkpoint="residual-1*")),
     "residual-2": (BLOCKS, Plan(checkpoint="residual-2")),
     "residual-2*": (BLOCKS, Plan(checkpoint="residual-2*")),
+    "residual-1**": (NORMED_BLOCKS, Plan(checkpoint="residual-1**")),
+    "residual-2**": (NORMED_BLOCKS, Plan(checkpoint="residual-2**")),
     "optimal": (BLOCKS, Plan(checkpoint="optimal")),
     "offload": (("wrn", "unet", "gpt", "dynamicconv"), Plan(activations="offload")),
     "half": (("wrn", "gpt", "mlp"), Plan(activations="half")),
@@ -94,10 +96,12 @@ PLANS = {
     "microbatch": (IMAGES, Plan(microbatch=5)),
     "microbatch by tokens": (("dynamicconv",), Plan(microbatch=160)),
     "residual-2*, microbatch": (("wrn", "gpt"), Plan(checkpoint="residual-2*", microbatch=4)),
+    "residual-2**, microbatch": (("wrn",), Plan(checkpoint="residual-2**", microbatch=4)),
     "residual-1, microbatch by tokens": (("dynamicconv",), Plan(checkpoint="residual-1", microbatch=160)),
     "no-gradient": (("resnet", "mlp"), Plan(optimizer="no-gradient")),
     "8bit": (("wrn", "mlp"), Plan(optimizer="8bit")),
     "8bit, no-gradient": (("mlp",), Plan(optimizer="8bit+no-gradient")),
+    "8bit-gradient, microbatch": (("wrn", "mlp"), Plan(optimizer="8bit-gradient", microbatch=4)),
     "sm3": (("mlp",), Plan(optimizer="sm3")),
     "adafactor": (("mlp",), Plan(optimizer="adafactor")),
     "fp16": (("wrn", "vit", "gpt", "unet"), Plan(precision="fp16")),
@@ -109,6 +113,17 @@ PLANS = {
     ),
     "nonzero, residual-2*, microbatch": (("wrn",), Plan(nonzero=30, checkpoint="residual-2*", microbatch=4)),
     "everything": (("wrn",), Plan(nonzero=30, precision="fp16", checkpoint="residual-2*", microbatch=4)),
+    "the hundredth": (
+        ("wrn",),
+        Plan(
+            nonzero=30,
+            precision="fp16",
+            optimizer="8bit+8bit-gradient",
+            checkpoint="residual-2**",
+            activations="int4",
+            microbatch=8,
+        ),
+    ),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
 # By word: a value that sets every setting of the technique, and how the command line says it.
@@ -124,6 +139,7 @@ EVERY_SETTING = {
     "checkpoint": ({"strategy": "residual-2*", "blocks": ("one", "t?o")}, "residual-2*,blocks=one+t?o"),
     "activations": ("head:softmax=half,masks,offload", "head:softmax=half,masks,offload"),
     "microbatch": ({"size": 4, "by": "examples", "simulated": True}, "4,by=examples,simulated=true"),
+    "shard": ("fsdp", "fsdp"),
 }  # fmt: skip
 
 
@@ -144,11 +160,13 @@ NEAR = {
     "int8, residual-2*, microbatch": Nearness(0.03, 0.04),
     "int8, fp16, no-bn": Nearness(0.08, 0.2),
     "8bit": Nearness(1e-5, 0.01),
+    "8bit-gradient, microbatch": Nearness(0.04, 0.12),
     "8bit, no-gradient": Nearness(1e-5, 0.01),
     "fp16": Nearness(0.08, 0.2),
     "bf16": Nearness(0.2, 0.3),
     "fp16, residual-1, microbatch by tokens": Nearness(0.04, 0.12),
     "everything": Nearness(0.08, 0.08),
+    "the hundredth": Nearness(0.3, 0.3),
 }
 OTHER_METHODS = ("sm3", "adafactor")
 COARSE = ("int2", "pool2", "pool4+int2")  # how near they come is what `shoestring fidelity` measures

@@ -61,4 +61,5 @@ def test_an_option_needs_no_less_memory_and_time_than_its_bounds(model, name):
 
 
 def test_every_technique_has_a_row_in_the_contract():
-    assert {name for _, plan in PLANS.values() for name in plan.techniques()} == {word.name for word in WORDS}
+    of_one = {word.name for word in WORDS if not word.of_several}  # the others' rows are in tests/distributed
+    assert {name for _, plan in PLANS.values() for name in plan.techniques()} == of_one

@@ -63,7 +63,8 @@ def test_what_is_raised_inside_a_step_leaves_nothing_behind_and_the_next_step_wo
     stepper = Stepper(lean(model, plan))
     model, batch = stepper.task.model, stepper.task.batch
     before = traces(model)
-    with a_layer_inside(model).register_forward_hook(fail), pytest.raises(Broken):
+    refused = pytest.raises(ShoestringError, match="has a hook") if "**" in plan or "hundredth" in plan else None
+    with a_layer_inside(model).register_forward_hook(fail), refused or pytest.raises(Broken):
         stepper.step(batch)
     assert traces(model) == before
     assert all(p.grad is None for p in model.parameters())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-PATIENCE = 120  # seconds for all of them
+PATIENCE = 240  # seconds for all of them
 
 
 def run_in(size, function, *arguments):
@@ -23,6 +23,15 @@ def run_in(size, function, *arguments):
     failed = [f"process {rank}:\n{result[1]}" for rank, result in enumerate(results) if result[0] == "failed"]
     assert not failed, "\n".join(failed)
     return [result[1] for result in results]
+
+
+def raised(act):
+    """The name and the words of what `act` raises; empty if it raises nothing."""
+    try:
+        act()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
 def _forked(folder, rank, size, function, arguments):

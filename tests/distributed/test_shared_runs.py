@@ -7,10 +7,11 @@ import signal
 import pytest
 import torch
 from kills import remains
-from processes import rank, run_in
+from processes import raised, rank, run_in
 from small import Noise, right_answers, task
 
 from shoestring import Adam, Plan, apply, train
+from shoestring.runs.log import Log
 from shoestring.techniques import sparsity
 from shoestring.training.events import Updated
 from shoestring.training.processes import share_of
@@ -23,14 +24,6 @@ def lean(plan):
         sparse = sparsity.apply(task(), sparsity.Settings(50, frequency_multiplier=100))
         return apply(sparse, Plan(precision="fp16", microbatch=2))
     return apply(task(Adam()), Plan(microbatch=2, checkpoint="residual-1"))
-
-
-def raised(act):
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 class Stopped(Exception):
@@ -137,7 +130,7 @@ def test_a_run_goes_on_in_another_number_of_processes_and_says_so(tmp_path, recw
     run_in(2, first_part)
     train(lean("dense"), Noise(), run=tmp_path / "run", epochs=3, resume=True, **HOW)
     assert any("in 1 process instead of 2" in str(warning.message) for warning in recwarn)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    lines = [line.content for line in Log(tmp_path / "run" / "log.jsonl").read()]
     assert [line for line in lines if "processes" in line] == [{"update": 6, "processes": 1, "before": 2}]
     assert max(line["update"] for line in lines) == 15
 

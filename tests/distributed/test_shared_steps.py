@@ -3,7 +3,7 @@
 import pytest
 import torch
 from exact_models import TASKS, convolutions, layers
-from processes import rank, run_in
+from processes import raised, rank, run_in
 from runs import Watched, apart, distance, doubled
 
 from shoestring import SGD, Plan, ShoestringError, apply
@@ -94,14 +94,6 @@ def test_gradients_and_losses_are_those_of_one_process_with_the_whole_batch(mode
 
 
 # -- what is decided together ---------------------------------------------------------------------------------------
-def raised(act):
-    try:
-        act()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def nan_in(process, batch):
     return mapped(lambda t: t * torch.nan if rank() == process and t.is_floating_point() else t, batch)
 

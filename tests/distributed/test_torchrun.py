@@ -107,12 +107,28 @@ def test_one_folder_one_voice_and_the_command_to_resume(place):
     assert zero[0] == one[0] == 0
     assert "net: 4 updates" in zero[1] and one[1] == "" and "shoestring" not in one[2]
     record = json.loads((place / "run" / "record.json").read_text())
-    assert record["finished"] and record["measured_peak_bytes"] == record["predicted_peak_bytes"]
+    # Reduction goes on beside the backward pass: which of its few scalars is freed first is a matter of timing.
+    assert record["finished"]
+    assert record["measured_peak_bytes"] == pytest.approx(record["predicted_peak_bytes"], rel=0.001)
     assert "holds a run already" in complaint(in_processes(2, TRAIN), 2)
     before = (place / "run" / "log.jsonl").read_bytes()
     again = in_processes(2, TRAIN, restart=1)
     assert [answer[0] for answer in again] == [0, 0], "torchrun started it again, so the run is resumed"
     assert (place / "run" / "log.jsonl").read_bytes() == before
+
+
+def test_a_model_in_shards_with_synchronised_batch_norm_is_trained_resumed_and_evaluated_alone(place):
+    sharded = f"{TRAIN} --shard fsdp --sync-batch-norm"
+    zero, one = in_processes(2, sharded)
+    assert zero[0] == one[0] == 0, zero[2]
+    record = json.loads((place / "run" / "record.json").read_text())
+    assert record["settings"]["techniques"]["shard"] == "fsdp" and record["command"]["sync_batch_norm"]
+    # Of all updates the fullest, in which gloo's thread may have held for a moment what it had sent: test_predicted.py
+    # compares those without.
+    assert 0.99 < record["measured_peak_bytes"] / record["predicted_peak_bytes"] < 1.25
+    assert [answer[0] for answer in in_processes(2, sharded, restart=1)] == [0, 0]
+    assert main(["evaluate", "run", "mine.py:task"]) == 0
+    assert main(["export", "run", "-o", "whole.safetensors"]) == 0 and (place / "whole.safetensors").exists()
 
 
 def test_bad_input_is_one_line_and_one_code(place):
@@ -124,6 +140,10 @@ def test_bad_input_is_one_line_and_one_code(place):
     words = complaint(in_processes(2, TRAIN.replace(":task", ":failing")), 2)
     assert "the disk of this machine is gone" in words and "(process 1)" in words
     assert "takes one process, not 2" in complaint(in_processes(2, "evaluate run"), 2)
+    refused = TRAIN.replace("--microbatch 2", "--precision bf16 --shard fsdp")
+    assert "precision cannot be sharded" in complaint(in_processes(2, refused), 2)
+    plans = [TRAIN, TRAIN.replace("--microbatch 2", "--microbatch 1")]
+    assert "of process 1 is not that of process 0" in complaint(in_processes(2, *plans), 2)
     assert not (place / "run" / "record.json").exists()
 
 

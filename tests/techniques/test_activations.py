@@ -1,6 +1,7 @@
 """What is kept of saved tensors by rules: which tensors a rule takes, in what form, and what comes back."""
 
 import errno
+import gc
 import os
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from runs import distance, run
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
@@ -259,3 +261,17 @@ def test_a_file_that_ends_early_is_told(tmp_path):
     with pytest.raises(ShoestringError, match="the file ends early"):
         kept.take()
     spill.file.close()
+
+
+@pytest.mark.parametrize("codec", ["offload", "half", ":linear=int4"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_a_look_at_what_would_be_saved_leaves_no_graph_behind(precision, codec):
+    apply(task(), Plan(precision=precision, activations=codec))
+    before = fakes()
+    apply(task(), Plan(precision=precision, activations=codec))
+    assert fakes() == before
+
+
+def fakes():
+    gc.collect()
+    return sum(isinstance(one, FakeTensor) for one in gc.get_objects())

@@ -15,6 +15,7 @@ from shoestring.runs.state import find_stateful
 from shoestring.techniques.activations import adaptive
 from shoestring.techniques.activations.adaptive import EXACT, choose, parts_of, rules_of
 from shoestring.techniques.activations.gradients import gradients, untouched
+from shoestring.techniques.activations.rehearsals import saved_bytes
 from shoestring.techniques.activations.saving import SavedPass
 
 
@@ -69,30 +70,43 @@ def test_the_bytes_are_kept_by_every_choice_and_the_errors_become_the_measured_o
     monkeypatch.setattr(adaptive, "MEASURE_EVERY", 2)
     monkeypatch.setattr(adaptive, "CHOOSE_EVERY", 4)
     one = task()
-    lean = apply(one, Plan(activations="adaptive-70KB"))
+    lean = apply(one, Plan(activations="adaptive-95KB"))
     hook = hook_of(lean)
     first, usual = dict(hook.choice), {name: dict(errors) for name, errors in hook.errors.items()}
     for _ in range(9):
         lean.step(one.batch)
-        assert stored(hook) <= 70_000
+        assert stored(hook) <= 95_000
         assert [rule.codec for rule in hook.rules if rule.operation == "*"] == [
-            codec for name, codec in hook.choice.items() if not name.startswith("norms")
+            codec for name, codec in hook.choice.items() if not name.startswith(("norms", "masks"))
         ]
     assert hook.measured == 5
     assert hook.errors != usual and hook.choice != first
+
+
+@pytest.mark.parametrize("model", ["resnet18", "wrn-10-1", "vit-tiny"])
+def test_all_that_the_batch_saves_is_within_the_size_masks_and_other_exact_tensors_included(model):
+    one = shoestring.builtin(model, device="meta", batch=16)
+    parts = parts_of(apply(one, Plan(activations="adaptive-1GB")).task)
+    least, most = (sum(best(part.bytes.values()) for part in parts) for best in (min, max))
+    for share in (0.0, 0.1, 0.3, 0.7):
+        size = least + int(share * (most - least))
+        assert saved_bytes(apply(one, Plan(activations=f"adaptive-{size}B")).task) <= size
 
 
 def test_its_error_is_at_most_that_of_any_uniform_codec_of_as_many_bytes():
     """Measured on the whole batch, each with the same random numbers."""
     one = task()
     for codec in ("int2", "int4", "pool2"):
-        size = sum(part.bytes[codec] for part in parts_of(apply(one, Plan(activations="adaptive-10MB")).task))
+        size = sum(
+            part.bytes.get(codec, part.bytes[EXACT])
+            for part in parts_of(apply(one, Plan(activations="adaptive-10MB")).task)
+        )
         lean = apply(one, Plan(activations=f"adaptive-{size}B"))
         hook = hook_of(lean)
         lean.step(one.batch)
         with untouched(one.model):
             exact = gradients(one, one.batch)
-        uniform = rules_of(hook.parts, dict.fromkeys(hook.choice, codec))
+        uniform = rules_of(hook.parts, dict.fromkeys(hook.choice, codec))  # of the rest there is no rule
 
         def error(rules, exact=exact, hook=hook, lean=lean):
             with untouched(one.model):
@@ -120,7 +134,7 @@ def test_measuring_changes_nothing_of_the_training(monkeypatch):
 def test_the_choice_and_its_errors_are_part_of_a_runs_state(monkeypatch):
     monkeypatch.setattr(adaptive, "MEASURE_EVERY", 1)
     monkeypatch.setattr(adaptive, "CHOOSE_EVERY", 1)
-    one, other = (apply(task(), Plan(activations="adaptive-70KB")) for _ in range(2))
+    one, other = (apply(task(), Plan(activations="adaptive-95KB")) for _ in range(2))
     for _ in range(2):
         one.step(one.task.batch)
     parts, twins = find_stateful(one.task), find_stateful(other.task)
@@ -133,10 +147,12 @@ def test_the_choice_and_its_errors_are_part_of_a_runs_state(monkeypatch):
 
 def test_a_named_budget_is_kept_by_the_prediction_and_plain_adaptive_asks_for_one():
     one = task(256)
-    peak = shoestring.profile(one).peak_bytes
-    plan = shoestring.plan(one, int(0.75 * peak), activations="adaptive")
+    budget = int(
+        0.85 * shoestring.profile(one).peak_bytes
+    )  # PyTorch's own scratch, by the CPU a third to a half, stays
+    plan = shoestring.plan(one, budget, activations="adaptive")
     assert plan.activations.startswith("adaptive-")
-    assert plan.predicted_peak_bytes <= 0.75 * peak
+    assert plan.predicted_peak_bytes <= budget
     assert shoestring.profile(apply(one, plan).task).peak_bytes == plan.predicted_peak_bytes
     with pytest.raises(ShoestringError, match="adaptive needs a budget"):
         apply(one, Plan(activations="adaptive"))
@@ -155,7 +171,7 @@ def test_sizes_and_budgets_that_cannot_be_kept_are_refused_with_the_numbers():
 
 def test_it_stands_beside_other_techniques():
     one = task()
-    lean = apply(one, Plan(activations="adaptive-100KB", precision="fp16", microbatch=16))
+    lean = apply(one, Plan(activations="adaptive-95KB", precision="fp16", microbatch=16))
     losses = [lean.step(one.batch).item() for _ in range(3)]
     assert losses[-1] < losses[0]
     assert any(isinstance(context, SavedPass) for context in lean.task.contexts)

@@ -200,7 +200,7 @@ def test_batch_norm_is_no_matter_of_the_loss(norm):
     batch = torch.randn(20, 6), torch.randint(3, (20,))
     task = Task(model, lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch, SGD(lr=0.1))
     assert verdict(task).adds_up
-    assert microbatch.risk(task, 10) == Risk.NEUTRAL
+    assert microbatch.risk(task, 10) == Risk.APPROXIMATE
 
 
 def test_the_builtin_tasks_are_as_they_say():

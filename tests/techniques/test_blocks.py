@@ -5,7 +5,7 @@ from torch import nn
 
 import shoestring
 from shoestring import ShoestringError
-from shoestring.passes.patching import patched
+from shoestring.patching import patched
 from shoestring.techniques.checkpoint.blocks import find_blocks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from shoestring import SGD, Plan, ShoestringError, Task, apply
+from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin
 from shoestring.errors import NoEffect
 from shoestring.ledger import Phase
 from shoestring.passes.mode import with_mode
@@ -66,7 +66,7 @@ def same_as_plain(make, strategy, loss=classify):
 
 
 # -- words and models that do not fit -------------------------------------------------------------------------------
-@pytest.mark.parametrize("text", ["residual", "residual-0", "residual-2**", "every-2*", "every", "all", "optimal-x"])
+@pytest.mark.parametrize("text", ["residual", "residual-0", "residual-2***", "every-2*", "every", "all", "optimal-x"])
 def test_an_unknown_strategy_is_refused_with_those_that_exist(text):
     with pytest.raises(ShoestringError):
         apply(task(lambda: Chain([Block(), Block()])), Plan(checkpoint=text))
@@ -434,3 +434,10 @@ def test_the_layers_inside_attention_are_lean_too():
         products |= {node} if node.name() == "LeanProductBackward" else set()
         nodes += [parent for parent, _ in node.next_functions if parent is not None]
     assert len(products) == 4  # into heads, out of them, up, down
+
+
+def test_regions_of_more_blocks_than_there_are_are_refused():
+    task = builtin("wrn-10-1", batch=2)  # three blocks
+    assert checkpoint.apply(task, checkpoint.Settings("residual-3*"))
+    with pytest.raises(ShoestringError, match=r"regions of 99 blocks, and WideResNet has 3: use residual-3\* or less"):
+        checkpoint.apply(task, checkpoint.Settings("residual-99*"))

@@ -426,10 +426,11 @@ def test_a_form_without_a_state_has_no_effect():
 
 
 def test_the_planner_is_offered_what_applies_with_its_risk():
-    assert options(make()) == ["no-gradient", "8bit", "8bit+no-gradient"]
+    summed = "8bit+8bit-gradient"
+    assert options(make()) == ["no-gradient", "8bit", "8bit+no-gradient", summed]
     assert options(make(clip=1.0)) == ["8bit"]
     factored = ["sm3+8bit", "sm3+8bit+no-gradient", "adafactor", "adafactor+no-gradient"]
-    assert options(make(optimizer=ADAMW)) == ["no-gradient", "8bit", "8bit+no-gradient", *factored]
+    assert options(make(optimizer=ADAMW)) == ["no-gradient", "8bit", "8bit+no-gradient", *factored, summed]
     assert options(make(optimizer=ADAM, clip=1.0)) == ["8bit", "sm3+8bit", "adafactor"]
     assert {risk(make(optimizer=ADAM), words) for words in factored} == {Risk.APPROXIMATE}
     with pytest.raises(ShoestringError, match="the lean form of RMSprop is not known"):

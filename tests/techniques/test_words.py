@@ -140,3 +140,9 @@ def test_a_run_folder_keeps_all_settings_of_its_plan(tmp_path):
     again = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     assert again == plan
     train(apply(task(), again), Noise(), updates=1, run=tmp_path / "run", resume=True)
+
+
+def test_a_number_out_of_range_is_told_on_one_line():
+    word = next(word for word in WORDS if word.name == "nonzero")
+    with pytest.raises(ShoestringError, match=r"\A0 is out of range: it must be above 0 and at most 100\Z"):
+        word.parse("0\n")

@@ -3,17 +3,21 @@
 world.py       the processes and the messages between them
 agreement.py   errors and texts of one that are those of all
 reduction.py   gradients, losses and errors of one step, added up over all of them
+sharding.py    FSDP2; pretended_shards.py the same in a trace
+synchronised.py  batch norm over all of them
 digests.py     what must be the same in all of them, compared by hashes
 """
 
 from .agreement import agreed, by_first, leaving_word
 from .digests import check_same, digest
+from .pretended_shards import pretended_shards
 from .reduction import Together, together
-from .sharding import is_sharded, refuse_unsharded, shard
+from .sharding import Lending, empty_shard, first_row, is_sharded, local, refuse_unsharded, reshard, shard, whole
 from .world import ALONE, Lost, Pretended, World, is_restarted, joined, launched_as, speaks
 
 __all__ = [
     "ALONE",
+    "Lending",
     "Lost",
     "Pretended",
     "Together",
@@ -22,13 +26,19 @@ __all__ = [
     "by_first",
     "check_same",
     "digest",
+    "empty_shard",
+    "first_row",
     "is_restarted",
     "is_sharded",
     "joined",
     "launched_as",
     "leaving_word",
+    "local",
+    "pretended_shards",
     "refuse_unsharded",
+    "reshard",
     "shard",
     "speaks",
     "together",
+    "whole",
 ]

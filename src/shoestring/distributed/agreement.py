@@ -26,9 +26,9 @@ def agreed(world: World, act: Callable[[], T]) -> T:
     return result
 
 
-def by_first(world: World, act: Callable[[], str]) -> str:
-    """The text that `act` gives in process 0, in all of them."""
-    mine = agreed(world, act if world.rank == 0 else str)
+def by_first(world: World, act: Callable[[], str], with_all: bool = False) -> str:
+    """The text that `act` gives in process 0, in all of them; `with_all`: it takes all of them to find it."""
+    mine = agreed(world, act if world.rank == 0 or with_all else str)
     return world.gather(mine.encode())[0].decode()
 
 

@@ -11,7 +11,7 @@ all see the error.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..finite import Buffers, is_statistic
 from .agreement import raise_together
 from .digests import check_same
 from .sharding import is_sharded
+from .synchronised import SynchronisedNorms, refuse_unsynchronised
 from .world import World
 
 T = TypeVar("T")
@@ -31,6 +32,7 @@ class Together:
     """One process alone: its share is the batch, and its errors are its own."""
 
     factor = 1  # of each loss, besides its weight
+    contexts: tuple[Any, ...] = ()  # entered around each forward and backward pass, innermost
 
     def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
         """What each process does before a step, and the items that it finds -> its result, and the items of all."""
@@ -61,10 +63,16 @@ class Together:
         return found
 
 
-def together(world: World, model: nn.Module) -> Together:
+def together(world: World, task: Any) -> Together:
+    """The processes, and the task that they train -> what a step asks."""
     if world.size == 1:
         return Together()
-    return (Sharded if any(map(is_sharded, model.parameters())) else Reduction)(world, model)
+    kind = Sharded if any(map(is_sharded, task.model.parameters())) else Reduction
+    found = kind(world, task.model)
+    if task.sync_batch_norm:
+        refuse_unsynchronised(task.settings)
+        found.contexts = (SynchronisedNorms(world),)
+    return found
 
 
 class Reduction(Together):
@@ -96,11 +104,23 @@ class Reduction(Together):
         for done in (self._sent, self._ready, self._had, self._waits):
             done.clear()
 
+    def check_passes(self, count: int) -> None:
+        """Where all processes exchange messages in every pass, all must run as many."""
+        if not self.contexts and self.factor == 1:
+            return
+        most, least = self.world.max([count, -count])
+        if most != -least or not most:
+            what = "sharded parameters" if self.factor > 1 else "synchronised batch norm"
+            raise ShoestringError(
+                f"the processes have {-least:.0f} to {most:.0f} microbatches, and with {what} each must have as many, "
+                "and at least one: give them equal shares"
+            )
+
     # -- the gradients ------------------------------------------------------------------------------------------
     @contextmanager
     def last_pass(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for parameter in (parameter for bucket in self.buckets for parameter in bucket):
+            for parameter in self._parameters():
                 stack.callback(parameter.register_post_accumulate_grad_hook(self._arrived).remove)
             yield
 
@@ -146,8 +166,8 @@ class Reduction(Together):
 
     # -- after the passes ---------------------------------------------------------------------------------------
     def finish(self, losses: list[Tensor], before: Buffers) -> list[Tensor]:
-        parameters = [parameter for bucket in self.buckets for parameter in bucket]
-        loss, *told = self._settled(parameters, before, self.world.number(losses))
+        parameters = self._parameters()
+        loss, *told = self._settled(before, self.world.number(losses))
         for parameter, anyone in zip(parameters, told, strict=False):
             if not anyone:
                 parameter.grad = None
@@ -155,18 +175,19 @@ class Reduction(Together):
         return [torch.tensor(loss / self.factor, dtype=losses[0].dtype if losses else torch.float32)]
 
     def fail(self, before: Buffers, error: Exception) -> None:
-        self._settled([parameter for bucket in self.buckets for parameter in bucket], before, 0.0, error)
+        self._settled(before, 0.0, error)
 
-    def _settled(
-        self, parameters: list[nn.Parameter], before: Buffers, loss: float, error: Exception | None = None
-    ) -> list[float]:
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for bucket in self.buckets for parameter in bucket]
+
+    def _settled(self, before: Buffers, loss: float, error: Exception | None = None) -> list[float]:
         """Sends the rest and waits for all -> the loss, and how many processes have a gradient of each parameter and
         changed each buffer."""
         while (place := self._next()) is not None:
             self._send(self.buckets[place])
         for wait in self._waits:
             wait()
-        had = [parameter in self._had for parameter in parameters]
+        had = [parameter in self._had for parameter in self._parameters()]
         failed, *told = self.world.sum([error is not None, loss, *had, *before.changed()])
         raise_together(self.world, failed, error)
         return told
@@ -200,15 +221,6 @@ class Sharded(Reduction):
     def __init__(self, world: World, model: nn.Module) -> None:
         super().__init__(world, model)
         self.factor = world.size  # it divides by this
-
-    def check_passes(self, count: int) -> None:
-        """All processes gather parameters in every pass, so all must run as many."""
-        most, least = self.world.max([count, -count])
-        if most != -least or not most:
-            raise ShoestringError(
-                f"the processes have {-least:.0f} to {most:.0f} microbatches, and with sharded parameters each must "
-                "have as many, and at least one: give them equal shares"
-            )
 
     def overflow(self, found: str | None) -> str | None:
         return (found or "a gradient in another process") if self.world.max([found is not None])[0] else None

@@ -33,7 +33,8 @@ class World:
     """One process alone: what it knows, all know."""
 
     rank, size = 0, 1
-    sent_bytes = 0  # of gradients, by this process, so far
+    sent_bytes = 0  # of gradients that were added up, by this process, so far
+    gathered_bytes = 0  # of parameters, from all processes, so far
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Numbers -> their sums over all processes, in FP64."""
@@ -56,6 +57,10 @@ class World:
 
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         """Gives tensors the values that they have in process 0."""
+
+    def gather_parts(self, flat: Tensor) -> None:
+        """Gives each process's part of a tensor, of as many equal parts, the values that it has there."""
+        self.gathered_bytes += flat.nbytes
 
     def bytes_per_second(self) -> float | None:
         """How fast the processes add up: the bytes that each sends, over the time of the slowest; None if alone."""
@@ -84,7 +89,7 @@ class Group(World):
 
     def _all(self, numbers: Sequence[float], operation: Any) -> list[float]:
         message = torch.tensor(numbers, dtype=torch.float64)
-        with _losing():
+        with losing():
             dist.all_reduce(message, operation, group=self._texts)
         return message.tolist()
 
@@ -93,17 +98,17 @@ class Group(World):
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with _losing():
+        with losing():
             dist.all_gather(found, mine, group=self._texts)
         return [bytes(part[:size].numpy()) for part, size in zip(found, sizes, strict=True)]
 
     def add_up(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += flat.nbytes
-        with _losing():
+        with losing():
             work = dist.all_reduce(flat, async_op=True)
 
         def wait() -> None:
-            with _losing():
+            with losing():
                 work.wait()
 
         return wait
@@ -111,17 +116,23 @@ class Group(World):
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # a backend may not know the type
         flat = torch.cat(parts)
-        with _losing():
+        with losing():
             dist.broadcast(flat, 0)
         for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def gather_parts(self, flat: Tensor) -> None:
+        super().gather_parts(flat)
+        with losing():  # gloo's own way would copy all of it
+            for rank, part in enumerate(flat.chunk(self.size)):
+                dist.broadcast(part, rank)
 
     def bytes_per_second(self) -> float | None:
         flat = torch.zeros(1 << 20, dtype=torch.uint8)
         taken = []
         for _ in range(3):
             start = time.perf_counter()
-            with _losing():
+            with losing():
                 dist.all_reduce(flat, group=self._texts)
             taken.append(time.perf_counter() - start)
         return 2 * (self.size - 1) / self.size * flat.nbytes / self.max([min(taken)])[0]
@@ -141,12 +152,13 @@ class Pretended(World):
         return 0.0
 
     def add_up(self, flat: Tensor) -> Callable[[], None]:
+        self.sent_bytes += flat.nbytes
         self.claim(flat)
         return _nothing
 
 
 @contextmanager
-def _losing() -> Iterator[None]:
+def losing() -> Iterator[None]:
     """Turns what the backend raises into one line: most of the time, a process at the other end has died."""
     try:
         yield

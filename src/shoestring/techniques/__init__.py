@@ -8,6 +8,7 @@
 | `checkpoint` | checkpoint/ | activation checkpointing |
 | `activations` | activations/ | saved activations offloaded, as 1-bit masks, averaged, or in 16 to 2 bits |
 | `microbatch` | microbatch/ | gradient accumulation |
+| `shard` | shard/ | parameters, gradients and optimizer state in shards over several processes |
 
 The card of a technique is docs/techniques/MODULE.md.
 A plan's fields, the flags of the command line and `registry.REGISTRY` are made from `WORDS`. A module has a `Settings`
@@ -42,5 +43,9 @@ WORDS = (
     Word(
         "microbatch", "microbatch", "examples (or tokens) at a time", "N",
         {"size": COUNT, "by": TEXT, "simulated": SWITCH},
+    ),
+    Word(
+        "shard", "shard", "fsdp (each of several processes holds its shard of the model) or none", "BY",
+        {"by": one_of("none", "fsdp")}, nothing="none", of_several=True,
     ),
 )  # fmt: skip

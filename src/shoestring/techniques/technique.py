@@ -13,7 +13,7 @@ class Risk(IntEnum):
     """How a technique affects results, in the order in which the planner spends them."""
 
     EXACT = 0  # the same numbers
-    NEUTRAL = 1  # other numbers, and no loss of quality, or less than half a point, in the papers' evidence
+    NEUTRAL = 1  # other numbers, and no significant loss of accuracy in runs of ours: evidence.py
     APPROXIMATE = 2  # quality is traded for memory
 
     @classmethod
@@ -27,6 +27,11 @@ MEANING = {
     Risk.EXACT: "the same gradients as plain training",
     Risk.NEUTRAL: "other rounding, no loss of quality known",
     Risk.APPROXIMATE: "quality is traded for memory",
+}
+# What each risk adds to those below it.
+ADDS = {
+    Risk.NEUTRAL: "16 bits, 8-bit state",
+    Risk.APPROXIMATE: "sparsity, compressed activations, SM3 and Adafactor, microbatches with batch norm",
 }
 
 
@@ -81,7 +86,7 @@ def _compatible(task: Task, settings: Mapping[str, Any]) -> str:
     return ""
 
 
-def _unwarned(task: Task, value: Any) -> str:
+def _lossless(task: Task, value: Any) -> str:
     return ""
 
 
@@ -96,7 +101,8 @@ class Technique(NamedTuple):
     `options(task)` are the values that the planner may try; if there is none, it raises ShoestringError (NoEffect if
     the technique would change nothing) with the reason.
     `risk(task, value)` says how a value affects results, `roughness` how much within its risk, in steps of about half a
-    point of accuracy; `warning(task, value)` is for users who did not choose the technique themselves, or "".
+    point of accuracy; `evidence(task, value)` tells users who did not choose the technique
+    themselves what is known about the quality that it costs, "" if nothing can be lost.
     `refuses(task, settings)` is the reason why two settings of a plan are incompatible, "" if they are not.
     `open_values` mean something under a budget only (as `adaptive` does): `sized(task, value, fits)` turns one into a
     value for which `fits(value)` holds; `task` has the techniques before this one.
@@ -112,6 +118,6 @@ class Technique(NamedTuple):
     refuses: Callable[[Task, Mapping[str, Any]], str] = _compatible
     effect: Callable[[Task, Any], Effect] | None = None
     bounds: Callable[[Task, Any], Bounds] = _unknown
-    warning: Callable[[Task, Any], str] = _unwarned
+    evidence: Callable[[Task, Any], str] = _lossless
     open_values: tuple[str, ...] = ()
     sized: Callable[[Task, Any, Callable[[Any], bool]], Any] | None = None

@@ -30,7 +30,7 @@ class Kind:
         except ValueError:
             raise ShoestringError(f"{text!r} is not {self.noun}") from None
         if not self.within(value):
-            raise ShoestringError(f"{text} is out of range: it must be {self.limit}")
+            raise ShoestringError(f"{text.strip()} is out of range: it must be {self.limit}")
         return value
 
     def checked(self, what: str, value: Any) -> Any:
@@ -103,7 +103,8 @@ class Word:
 
     `name` is the plan's field, the flag and the key in `Task.settings`; `module` is the technique's folder.
     `settings` are the fields of the module's `Settings`, the first of which a scalar stands for.
-    `nothing` is a value of it that asks for nothing.
+    `nothing` is a value of it that asks for nothing. `of_several`: it is about several processes, and says nothing
+    about a model that one process holds.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Word:
     metavar: str
     settings: Mapping[str, Kind]
     nothing: Any = None
+    of_several: bool = False
 
     @property
     def first(self) -> str:

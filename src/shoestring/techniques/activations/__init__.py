@@ -28,7 +28,7 @@ from ...errors import NoEffect, NoPlanFits, ShoestringError
 from ...passes.mode import askers_of, mode_context, with_mode
 from ...task import Task
 from ...units import format_bytes, parse_bytes
-from ..checkpoint import has_norms
+from ..checkpoint import SWEPT, has_norms
 from ..technique import Bounds, Price, Risk, Technique
 from .adaptive import EXACT, Adaptive, parts_of
 from .codecs import codec_of
@@ -120,8 +120,10 @@ def roughness(task: Task, rules: str) -> int:
     return COMPRESSED[rules].roughness if rules in COMPRESSED else 0
 
 
-def warning(task: Task, rules: str) -> str:
+def evidence(task: Task, rules: str) -> str:
     """What is known about the gradients of a codec that the planner chose."""
+    if rules == "half":
+        return "what the backward pass reads is rounded to 11 bits (8 beyond FP16's range): no run of ours has it alone"
     if rules not in COMPRESSED:
         return ""
     return (
@@ -142,7 +144,9 @@ def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     if activations in COMPRESSED and activations != "int4" and checkpoint:
         return "beside checkpointing only the inputs of regions are stored, and int4 is tried for them"
     smallest = "residual-1*" if has_norms(task.model) else "residual-1"
-    if activations in ("offload", "int4") and checkpoint not in ("", "no-bn", smallest, "every-4"):
+    if activations in ("offload", "half") and checkpoint == SWEPT:
+        return f"{SWEPT} reads what it stored several times, a few samples at a time: int4 is tried beside it"
+    if activations in ("offload", "int4") and checkpoint not in ("", "no-bn", smallest, "every-4", SWEPT):
         stored = "offloaded" if activations == "offload" else "in 4 bits"
         return f"with activations {stored}, {smallest} or every-4 needs as little memory and recomputes less"
     return ""
@@ -197,7 +201,7 @@ TECHNIQUE = Technique(
     roughness,
     refuses,
     bounds=bounds,
-    warning=warning,
+    evidence=evidence,
     open_values=("adaptive",),
     sized=sized,
 )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 USUAL = {"int8": 1e-5, "int4": 0.003, "pool8+int2": 0.05, "int2": 0.06, "pool2": 0.15, "pool4": 0.29}
 TRAVELLING = ("batch_norm", "layer_norm", "group_norm", "gelu")  # operations whose errors reach the layers before them
 EXACT = "whole"
+REST = "masks and the like"  # what no codec takes, and counts all the same
 SAMPLES = 4  # of a microbatch, on which errors are measured
 MEASURE_EVERY, CHOOSE_EVERY = 50, 200  # updates
 MEMORY = 0.8  # the share of the old mean in a new one
@@ -42,7 +43,8 @@ Choice = dict[str, str]  # the codec of each part
 
 
 class Part(NamedTuple):
-    """Something whose codec is chosen: a layer, or all norms and GELUs. `bytes` per codec, exact included."""
+    """Something whose codec is chosen: a layer, or all norms and GELUs. `bytes` per codec, exact included. Of one,
+    the rest, there is nothing to choose."""
 
     name: str
     rules: tuple[tuple[str, str], ...]  # modules and operations
@@ -112,6 +114,10 @@ class Adaptive:
     def _take(self, choice: Choice) -> None:
         self.choice = choice
         self.rules[:] = rules_of(self.parts, choice)
+
+    def is_due(self, stepper: "Stepper") -> bool:
+        """Whether errors are measured after the next update."""
+        return stepper.updates % MEASURE_EVERY == 0
 
     def __call__(self, stepper: "Stepper") -> dict[str, Any]:
         """After an update: measures errors, and chooses anew, if it is time to."""
@@ -189,7 +195,7 @@ class Adaptive:
 
     def told(self) -> str:
         """How many parts have which codec, in words."""
-        counts = Counter(self.choice.values())
+        counts = Counter(codec for name, codec in self.choice.items() if name != REST)
         return ", ".join(f"{codec} of {count}" for codec, count in counts.most_common())
 
     def state(self) -> dict[str, Any]:
@@ -225,7 +231,8 @@ _known: "WeakKeyDictionary[nn.Module, tuple[Any, tuple[Part, ...]]]" = WeakKeyDi
 
 
 def parts_of(task: Task) -> tuple[Part, ...]:
-    """What a task saves that codecs can take, with its bytes under each codec; the last answer per model is known."""
+    """What a task saves, with its bytes under each codec; nothing if no codec can take any of it. The last answer per
+    model is known."""
     asked = task.contexts, id(task.batch)
     if _known.get(task.model, (None,))[0] != asked:
         _known[task.model] = asked, _rehearsed(task)
@@ -234,22 +241,33 @@ def parts_of(task: Task) -> tuple[Part, ...]:
 
 def _rehearsed(task: Task) -> tuple[Part, ...]:
     names = [name for name, _ in task.model.named_parameters()]
+    found = {codec: saved(task.with_(contexts=(*task.contexts, SavedPass(_everywhere(codec))))) for codec in USUAL}
     layers: dict[str, Part] = {}
     norms = Part("norms and GELU", tuple(("*", name) for name in TRAVELLING), frozenset(), {})
-    for codec in USUAL:
-        rules = (*(Rule(*where, codec) for where in norms.rules), Rule("*", "*", codec))
-        compressed = saved(task.with_(contexts=(*task.contexts, SavedPass(rules)))).compressed
-        travelling = [kept for kept in compressed if kept.operation in TRAVELLING]
-        for module in dict.fromkeys(kept.module for kept in compressed if kept not in travelling):
-            inputs = [kept for kept in compressed if kept.module == module and kept not in travelling]
-            if weights := weights_of(module, (kept.weight for kept in inputs), names):
-                part = Part(module, ((module, "*"),), frozenset(weights), {})
-                _count(layers.setdefault(module, part), codec, inputs)
-        if travelling:
-            _count(norms, codec, travelling)
-    return tuple(part for part in (*layers.values(), norms) if part.bytes)
+    modules = dict.fromkeys(kept.module for one in found.values() for kept in one.compressed if _stays(kept))
+    for module in modules:
+        inputs = {
+            codec: [k for k in one.compressed if _stays(k) and k.module == module] for codec, one in found.items()
+        }
+        if weights := weights_of(module, (kept.weight for some in inputs.values() for kept in some), names):
+            layers[module] = Part(module, ((module, "*"),), frozenset(weights), _bytes(inputs))
+    norms.bytes.update(_bytes({codec: [k for k in one.compressed if not _stays(k)] for codec, one in found.items()}))
+    parts = tuple(part for part in (*layers.values(), norms) if part.bytes)
+    rest = min(one.exact_bytes for one in found.values())
+    return (*parts, Part(REST, (), frozenset(), {EXACT: rest})) if parts else ()
 
 
-def _count(part: Part, codec: str, inputs: Sequence[Kept]) -> None:
-    part.bytes.setdefault(EXACT, sum(kept.exact_bytes for kept in inputs))
-    part.bytes[codec] = sum(kept.stored_bytes for kept in inputs)
+def _everywhere(codec: str) -> tuple[Rule, ...]:
+    return (*(Rule("*", operation, codec) for operation in TRAVELLING), Rule("*", "*", codec))
+
+
+def _stays(kept: Kept) -> bool:
+    """Whether an error in it stays in the gradient of its layer's weight."""
+    return kept.operation not in TRAVELLING
+
+
+def _bytes(inputs: Mapping[str, Sequence[Kept]]) -> dict[str, int]:
+    """What each codec compressed of a part -> the part's bytes per codec. What a codec does not take stays exact."""
+    exact = max(sum(kept.exact_bytes for kept in some) for some in inputs.values())
+    saving = {codec: sum(kept.exact_bytes - kept.stored_bytes for kept in some) for codec, some in inputs.items()}
+    return {EXACT: exact} | {codec: exact - less for codec, less in saving.items() if inputs[codec]} if exact else {}

@@ -80,6 +80,11 @@ class Compressed:
 
     def weight_gradient(self, layer: Any, grad: Tensor) -> Tensor:
         """The gradient of a layer's weight from the gradient of its output, a few samples at a time."""
+        if isinstance(layer, Convolution):  # PyTorch's own would reorder the weight for each few
+            total = grad.new_zeros(layer.weight.shape)
+            for part, x in self.parts():
+                layer.add_weight_gradient(total, grad[part], x)
+            return total
         gradients = (layer.weight_gradient(grad[part], x, None) for part, x in self.parts())
         total = next(gradients)
         for gradient in gradients:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ...finite import Buffers
-from ...randomness import RandomState
+from ...randomness import unmoved
 from ...step import Stepper
 from ...task import SGD, Task
 
@@ -68,13 +68,12 @@ def gradients(task: Task, batch: Any, scale: Any = None) -> Gradients:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Afterwards the model's buffers and all random generators are as before."""
     everything = {(module, name) for module in model.modules() for name in module._buffers}
-    buffers, random = Buffers(model, everything), RandomState({})
-    before = random.state()
-    try:
-        yield
-    finally:
-        buffers.restore()
-        random.restore(before)
+    buffers = Buffers(model, everything)
+    with unmoved():
+        try:
+            yield
+        finally:
+            buffers.restore()
 
 
 def weights_of(module: str, given: Iterable[str], names: Iterable[str]) -> set[str]:

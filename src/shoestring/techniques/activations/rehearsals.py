@@ -20,11 +20,13 @@ from .saving import Kept, Saver, storage_number
 class Saved(NamedTuple):
     """What operations save in a forward pass.
 
-    `bytes` are those of all storages in which it is stored, parameters, buffers and the batch left out; `taken` is how
-    many tensors the rules of `activations` matched, and `compressed` are those among them that a codec compressed.
+    `bytes` are those of all storages in which it is stored, parameters, buffers and the batch left out; `exact_bytes`
+    those of them that no codec compressed, as masks; `taken` is how many tensors the rules of `activations` matched,
+    and `compressed` are those among them that a codec compressed.
     """
 
     bytes: int
+    exact_bytes: int
     taken: int
     compressed: tuple[Kept, ...]
 
@@ -37,10 +39,12 @@ def saved(task: Task) -> Saved:
             entered = [stack.enter_context(context(task.model)) for context in task.contexts]
             counter = _Counter([*tensors(batch), *task.model.parameters(), *task.model.buffers()])
             stack.enter_context(storing(counter.keep))
+            stack.callback(counter.made.clear)
             loss = task.loss_of(task.model, batch)
             savers = [saver for saver in entered if isinstance(saver, Saver)]
             compressed = tuple(kept for saver in savers for kept in saver.compressed)
-            found = Saved(counter.bytes(), sum(saver.taken for saver in savers), compressed)
+            taken = sum(saver.taken for saver in savers)
+            found = Saved(counter.bytes(), counter.bytes(compressed=False), taken, compressed)
             del loss
             return found
 
@@ -58,25 +62,28 @@ class _Counter:
     def __init__(self, held: Iterable[Tensor]) -> None:
         self.held = {storage_number(tensor) for tensor in held if tensor.layout == torch.strided}
         self.around = next(iter(Ambient.now().stores[-1:]), AsIs)
-        self.made: list[Stored] = []  # while they live, no new storage gets the same number
+        # While they live, no new storage gets the same number. PyTorch's nodes hold their pack hook, and so this list:
+        # with a tensor in it whose graph has not seen a backward pass, all of them would live for ever.
+        self.made: list[Stored] = []
 
     def keep(self, tensor: Tensor) -> Stored:
         self.made.append(self.around(tensor))
         return self.made[-1]
 
-    def bytes(self) -> int:
-        found = {storage_number(tensor): tensor for stored in self.made for tensor in _tensors_of(stored)}
+    def bytes(self, compressed: bool = True) -> int:
+        """Of all that was stored, or without what is compressed."""
+        found = {storage_number(tensor): tensor for stored in self.made for tensor in _tensors_of(stored, compressed)}
         return sum(t.untyped_storage().nbytes() for number, t in found.items() if number not in self.held)
 
 
-def _tensors_of(stored: Any) -> Iterator[Tensor]:
+def _tensors_of(stored: Any, compressed: bool) -> Iterator[Tensor]:
     """The tensors in which something is stored; what is in a file, or is recomputed, is in none."""
     match stored:
         case AsIs(tensor=Tensor() as tensor):
             yield tensor
         case OneUse(stored=inner) | View(base=inner):
-            yield from _tensors_of(inner)
+            yield from _tensors_of(inner, compressed)
         case Half():
             yield stored.copy
-        case Compressed():
+        case Compressed() if compressed:
             yield from stored.stored()

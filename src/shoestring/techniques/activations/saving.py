@@ -124,13 +124,18 @@ class Saver:
             if codec.pack is not None:
                 pack = partial(codec.pack, channel=channel, draw=self._draw)
                 packed = shared.once(tensor.detach(), pack)
-                place = self.place
-                self.compressed.append(Kept(place.module, place.operation, place.weight, tensor.nbytes, packed.nbytes))
+                self._note(tensor, packed)
                 return OneUse(packed)
             if tensor.nbytes >= storage_bytes:
                 base = _base(tensor)
                 return View(tensor, OneUse(shared.once(base, self.stores[rule.codec])))
             return OneUse(shared.once(tensor.detach(), self.stores[rule.codec]))
+
+    def _note(self, tensor: Tensor, packed: Any) -> None:
+        """Tells a rehearsal, the only one that asks, what became of a tensor."""
+        if is_traced():
+            place = self.place
+            self.compressed.append(Kept(place.module, place.operation, place.weight, tensor.nbytes, packed.nbytes))
 
     def _rule(self, tensor: Tensor) -> Rule | None:
         """The first rule that fits the place; a compressing codec takes the inputs of linear maps only, and no matrix
@@ -215,7 +220,8 @@ class Place(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         outer = self.operation, self.arguments
-        self.operation, self.arguments = getattr(func, "__name__", ""), (*args, *(kwargs or {}).values())
+        name = getattr(func, "__name__", "")  # what is stored during backward() is a region's input, made again
+        self.operation, self.arguments = "" if name == "backward" else name, (*args, *(kwargs or {}).values())
         try:
             return func(*args, **(kwargs or {}))
         finally:

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ShoestringError
 from ...kernels import flops  # noqa: F401 - the formulas of our own operators
-from ...passes.patching import patched
 from ...passes.saved_tensors import AsIs, storing
 from ...passes.switches import switched
+from ...patching import patched
 from ...profiling.dry import dry_run
 from ...structure import tensors
 from ...task import Task

@@ -6,12 +6,15 @@ between its lists. So one forward pass on fake tensors is watched.
 
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...passes.placeholders import METADATA
 from ...task import Task
 from .blocks import find_blocks, traced
 
@@ -107,3 +110,58 @@ class _Calls:
                 else:
                     runs.append([name])
         return runs
+
+
+class Ahead(NamedTuple):
+    """What one look at a forward pass tells about a block."""
+
+    alone: bool  # nobody else reads its input, as the model's code is: it is of no use once the block has it
+    growth: float  # bytes of its output per byte of its input
+
+
+def look_ahead(task: Task, names: Sequence[str]) -> dict[str, Ahead]:
+    """Blocks -> what a forward pass tells about each."""
+    watch = _Watch()
+    with watch:
+        traced(task, {name: partial(watch.note, name) for name in names})
+    return {name: Ahead(watch.readers[taken] == 1, watch.growth.get(name, 1.0)) for name, taken in watch.taken.items()}
+
+
+class _Watch(TorchFunctionMode):
+    """Counts who reads what blocks, and functions that are called outside of them, return: others of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Tensor] = {}  # held, so that no id is used twice
+        self.taken: dict[str, int] = {}
+        self.growth: dict[str, float] = {}
+        self.readers: Counter[int] = Counter()
+        self.depth = 0
+
+    def note(self, name: str, forward: Any, args: tuple, kwargs: dict) -> Any:
+        found = self._read((args, kwargs))
+        for leaf in found:
+            self.taken[name] = id(leaf)
+        self.depth += 1
+        output = forward(*args, **kwargs)
+        self.depth -= 1
+        if isinstance(output, Tensor) and found:
+            self.growth[name] = output.nbytes / max(1, found[-1].nbytes)
+        return self._made(output)
+
+    def _made(self, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            self.made[id(output)] = output
+        return output
+
+    def _read(self, tree: Any) -> list[Any]:
+        # Before a tensor requires a gradient, it is its maker who reads it.
+        found = [leaf for leaf in pytree.tree_leaves(tree) if id(leaf) in self.made and leaf.requires_grad]
+        self.readers.update(map(id, found))
+        return found
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if self.depth or func in METADATA:
+            return func(*args, **(kwargs or {}))
+        self._read((args, kwargs))
+        return self._made(func(*args, **(kwargs or {})))

@@ -5,7 +5,7 @@ The card is docs/techniques/microbatch.md.
 Each microbatch is weighted by its share of the items, so that a smaller last one counts rightly. A batch is split
 (pieces.py) along its first dimension, by examples, or by tokens if the task says which id is padding. Whether the
 microbatches add up to the batch is found out from the loss (adding_up.py): if they do not, microbatching is refused.
-Batch norm's statistics are those of a microbatch (neutral, not exact: the paper's section 3.3);
+Batch norm's statistics are those of a microbatch (approximate: evidence.py);
 `simulated` computes these in one pass over the batch.
 """
 
@@ -21,8 +21,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...errors import NoEffect, ShoestringError
 from ...passes.mode import askers_of
-from ...passes.patching import patched
+from ...patching import patched
 from ...task import Task
+from ..evidence import SHORT
 from ..technique import Effect, Risk, Technique
 from .adding_up import Verdict, judge
 from .pieces import SPLITS, Split, check_names
@@ -56,14 +57,23 @@ def units(task: Task) -> int:
 
 
 def risk(task: Task, size: int) -> Risk:
-    """Exact without batch norm, if the microbatches are known to add up to the batch; else neutral at best.
+    """Exact without batch norm, if the microbatches are known to add up to the batch; else neutral. Batch norm's
+    statistics of a microbatch cost accuracy in our own, short runs, though not in the paper's (Figure 4)."""
+    if _has_batch_norm(task):
+        return Risk.APPROXIMATE
+    return Risk.EXACT if verdict(task).adds_up else Risk.NEUTRAL
 
-    With batch norm neutral down to 10 examples (the paper's Figure 4), approximate below.
-    """
-    known = Risk.EXACT if verdict(task).adds_up else Risk.NEUTRAL
-    if not any(isinstance(module, _BatchNorm) for module in task.model.modules()):
-        return known
-    return Risk.NEUTRAL if size >= 10 else Risk.APPROXIMATE
+
+def evidence(task: Task, size: int) -> str:
+    if not _has_batch_norm(task):
+        return ""
+    if size >= 10:
+        return f"batch norm's statistics of 10 examples: {SHORT['microbatch 10']}; the paper's long runs lost nothing"
+    return "the paper's WRN-28-2 lost 0.6 points of accuracy from 10 examples to 4, whose statistics batch norm takes"
+
+
+def _has_batch_norm(task: Task) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in task.model.modules())
 
 
 _verdicts: dict[int, tuple[weakref.ref, Verdict]] = {}  # a task is frozen, but has no hash: its batch has none
@@ -88,8 +98,8 @@ def split_of(task: Task, size: int, by: str = "") -> Split:
 
 
 def roughness(task: Task, size: int) -> int:
-    """Statistics of fewer than 4 examples are one step worse than of 4 to 9."""
-    return 1 + (size < 4) if risk(task, size) == Risk.APPROXIMATE else 0
+    """Batch norm's statistics of fewer than 10 examples are a step worse than of more, of fewer than 4 two."""
+    return 1 + (size < 10) + (size < 4) if _has_batch_norm(task) else 0
 
 
 def effect(task: Task, size: int) -> Effect:
@@ -118,7 +128,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(**changed)
 
 
-TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect)
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, evidence=evidence)
 
 
 def weighing(task: Task, split: Split) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...errors import Diverged, ShoestringError
 from ...kernels.gradients import all_finite
 from ...kernels.moments import Moment, new_moment
-from ...kernels.update import Noise
+from ...kernels.update import Noise, sgd_accumulate
 from ...ledger import Phase
 from ...phases import phase
 from ...task import Task
@@ -43,13 +43,18 @@ class LeanOptimizer(torch.optim.Optimizer):
         form: str = "fp32",
         in_backward: bool = False,
         seed: int = 0,
+        sums: str = "",
     ) -> None:
         super().__init__(parameters, vars(rule) | {"form": form, "seed": seed, "updates": 0})
-        self.in_backward = in_backward
+        self.in_backward = in_backward or bool(sums)
+        self.sums = sums  # the form in which the gradients of microbatches add up; "": in .grad
+        self._summed: dict[Tensor, Moment] = {}  # of this step
+        self._folds = 0  # into the sums, of this step
+        self.not_finite = ""  # the first gradient of this step that was not
         self._taken: dict[Tensor, None] = {}  # whose gradients this step has applied so far
 
     # -- what a subclass gives ----------------------------------------------------------------------------------
-    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+    def update(self, weight: Tensor, group: dict, gradient: Any, factor: float, noise: Noise) -> None:
         """One whole update of a tensor by factor * gradient."""
         raise NotImplementedError
 
@@ -84,6 +89,8 @@ class LeanOptimizer(torch.optim.Optimizer):
     def step_by(self, factor: float) -> None:
         """Updates all tensors that have a gradient, by factor * gradient; applies folded momenta."""
         for weight, group, noise in self._numbered():
+            if weight in self._summed:
+                self.update(weight, group, self._summed.pop(weight), factor, noise)
             if weight.grad is None:
                 continue
             if self.in_backward:
@@ -113,7 +120,11 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     def begin(self, task: Task, pieces: int) -> None:
         """Called before each step; refuses one that would not be exact."""
-        if not self.in_backward:
+        self._summed.clear()  # of a step that broke off, or was skipped
+        self._folds, self.not_finite = 0, ""
+        if self.sums:
+            refuse_sums(task)
+        if not self.in_backward or self.sums:
             return
         if self._taken:
             raise self._broken()
@@ -127,20 +138,46 @@ class LeanOptimizer(torch.optim.Optimizer):
     @contextmanager
     def updating_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Inside the context, each gradient is applied as soon as the backward pass has made it."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         with ExitStack() as stack:
-            for weight, group, noise in self._numbered():
-                take = self._hook(group, noise, names.get(weight, "a weight"))
+            for weight, take in self.takers(model):
                 stack.callback(weight.register_post_accumulate_grad_hook(take).remove)
             yield
 
+    def takers(self, model: nn.Module) -> Iterator[tuple[nn.Parameter, Callable[[Tensor], None]]]:
+        """Each weight, and what takes its gradient once the backward pass has made it."""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+        for weight, group, noise in self._numbered():
+            yield weight, self._hook(group, noise, names.get(weight, "a weight"))
+
     def _hook(self, group: dict, noise: Noise, name: str) -> Callable[[Tensor], None]:
         def take(weight: Tensor) -> None:
+            if weight.grad is None:  # a function had no gradient for it
+                return
             with torch.no_grad(), phase(Phase.UPDATE):
-                self._check_finite(weight, name)
-                self._take_gradient(weight, group, noise)
+                if self.sums:
+                    self._add_up(weight, group, noise, name)
+                else:
+                    self._check_finite(weight, name)
+                    self._take_gradient(weight, group, noise)
 
         return take
+
+    def _add_up(self, weight: Tensor, group: dict, noise: Noise, name: str) -> None:
+        """Adds a gradient to the sum of the step's, rounded by chance: to nearest, what is small beside the sum would
+        be lost again and again."""
+        gradient, weight.grad = weight.grad, None
+        assert gradient is not None
+        if not all_finite(gradient):
+            self.not_finite = self.not_finite or f"the gradient of {name}"
+            return
+        is_first = weight not in self._summed
+        if is_first:
+            is_small = weight.numel() < SMALL and weight.dtype == torch.float32
+            self._summed[weight] = new_moment(weight, "fp32" if is_small else self.sums)
+        self._folds += 1
+        seed, number, updates = noise
+        chance = None if is_first else (seed, number + (self._folds << 20), updates)
+        sgd_accumulate(weight, gradient, self._summed[weight], noise=chance)
 
     def _check_finite(self, weight: Tensor, name: str) -> None:
         """Refuses to apply a gradient that is not finite; those before it in this step have been applied."""
@@ -208,6 +245,21 @@ def refuse_in_backward(task: Task) -> None:
     """Raises, with the reason, if a step must see all its gradients before it may apply one."""
     if reason := why_gradients_stay(task):
         raise ShoestringError(f"no-gradient cannot be used, because {reason}, or leave out no-gradient")
+
+
+def refuse_sums(task: Task) -> None:
+    """Raises if a step needs the gradients themselves."""
+    if reason := why_not_summed(task):
+        raise ShoestringError(
+            f"gradients cannot be kept in 8 bits, because {reason} at the end: leave out 8bit-gradient"
+        )
+
+
+def why_not_summed(task: Task) -> str:
+    """A task -> what needs the gradients themselves; "" if they may add up in 8 bits."""
+    if task.devices > 1:
+        return f"{task.devices} processes add them up"
+    return "" if task.clip is None else f"clipping to {task.clip:g} needs them"
 
 
 def why_gradients_stay(task: Task) -> str | None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from ...kernels.references.moments import BLOCK, flat, key_of, narrow, random_bits, widen
+from ...kernels.moments import random_bits
+from ...kernels.references.moments import BLOCK, flat, narrow, widen
 from ...kernels.update import Noise, laid_out
 from .base import LeanOptimizer
 
@@ -76,7 +77,7 @@ def read(x: Tensor, part: slice, columns: int) -> Tensor:
 
 
 def write(weight: Tensor, part: slice, numbers: Tensor, noise: Noise) -> None:
-    bits = random_bits(key_of(noise), 0, part, weight.device) if weight.dtype == torch.bfloat16 else None
+    bits = random_bits(noise, 0, part, weight.device) if weight.dtype == torch.bfloat16 else None
     narrow(flat(weight), None, part, numbers.view(-1), bits)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...kernels.moments import Moment
 from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
 from ...task import SGD
 from .base import LeanOptimizer
@@ -18,13 +19,15 @@ def is_heavy_ball(settings: Mapping[str, Any]) -> bool:
 class LeanSGD(LeanOptimizer):
     """SGD. Heavy-ball momentum accumulates gradients: m = mu m + g1 + g2 + ... needs them one at a time."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, in_backward: bool, seed: int) -> None:
-        super().__init__(parameters, rule, form, in_backward, seed)
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], rule: SGD, form: str, in_backward: bool, seed: int, sums: str = ""
+    ) -> None:
+        super().__init__(parameters, rule, form, in_backward, seed, sums)
         self.folds_into_momentum = in_backward and all(map(is_heavy_ball, self.param_groups))
         if any(group["nesterov"] for group in self.param_groups):
             self.why_not_folded = "Nesterov's momentum needs the sum of their gradients beside the momentum"
 
-    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+    def update(self, weight: Tensor, group: dict, gradient: Tensor | Moment, factor: float, noise: Noise) -> None:
         momentum = self.moment(weight, group, "momentum_buffer") if group["momentum"] else None
         sgd_update(
             weight,
@@ -55,7 +58,7 @@ class LeanAdam(LeanOptimizer):
 
     why_not_folded = "Adam's second moment needs the square of their sum"
 
-    def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
+    def update(self, weight: Tensor, group: dict, gradient: Tensor | Moment, factor: float, noise: Noise) -> None:
         first = self.moment(weight, group, "exp_avg")
         second = self.moment(weight, group, "exp_avg_sq", positive=True)
         state = self.state[weight]

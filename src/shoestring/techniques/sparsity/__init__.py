@@ -28,7 +28,7 @@ FRACTION = 0.01377866  # of all positions, rewired at a time (the paper's table 
 # Percent of nonzeros -> how many times the default fraction is rewired, and how many times as often: tables 8 and 9.
 CONVOLUTIONAL = {50: (4, 0.5), 40: (1, 2), 30: (2, 0.5), 20: (2, 1), 10: (1, 0.5), 5: (1, 0.25)}
 OTHER = {50: (4, 0.125), 40: (4, 0.125), 30: (4, 0.125), 20: (2, 0.25), 10: (1, 0.5), 5: (0.5, 0.5)}
-WARNING = "the paper's WRN-28-2 lost 0.3 points of accuracy at 30%, 0.6 at 20%; smaller networks lose more"
+LOST = "the paper's WRN-28-2 lost 0.3 points of accuracy at 30%, 0.6 at 20%; smaller networks lose more"
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def effect(task: Task, nonzero: float) -> Effect:
     return Effect(density + index, density, density, density, density, layers=tuple(layers))
 
 
-def warning(task: Task, nonzero: float) -> str:
+def evidence(task: Task, nonzero: float) -> str:
     on_meta = any(parameter.is_meta for parameter in task.model.parameters())
     drawn = "weights are drawn at random positions" if on_meta else "of the model's weights the largest are kept"
-    return f"{drawn}; {WARNING}"
+    return f"{drawn}; {LOST}"
 
 
 def apply(task: Task, settings: Settings) -> Task:
@@ -102,7 +102,7 @@ def apply(task: Task, settings: Settings) -> Task:
     return task.with_(model=model, after_update=(*task.after_update, *hooks))
 
 
-TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, warning=warning)
+TECHNIQUE = Technique(Settings, apply, options, risk, roughness, effect=effect, evidence=evidence)
 
 
 def _check_rewiring(settings: Settings) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...kernels.sparse_conv import forget_calls
 from .bitmap import count_from, generator_from
 from .layer import SparseLayer
 
@@ -85,10 +86,15 @@ class Rewiring:
         self.threshold, self.update, self.times = threshold, 0, 0
         self.generator = torch.Generator().manual_seed(seed)
 
+    def is_due(self, stepper: Any) -> bool:
+        """Whether the next update is followed by a rewiring."""
+        return self.schedule.is_due(self.update + 1, stepper.length or self.length)
+
     def __call__(self, stepper: Any) -> dict[str, Any]:
         """After an update -> what the run's log is to say of it: how many weights were rewired, if it was time to."""
+        is_due = self.is_due(stepper)
         self.update += 1
-        if not self.schedule.is_due(self.update, stepper.length or self.length):
+        if not is_due:
             return {}
         return {"rewired": self.rewire(stepper.task.model, stepper.optimizer)}
 
@@ -102,6 +108,7 @@ class Rewiring:
             optimizer.state.pop(layer.values, None)  # first, so that its memory is there for what follows
         for layer, lost, gained in changes:
             layer.rewire(lost, gained, generator_from(self.generator))
+        forget_calls()  # of the numbers of nonzeros that were
         self.times += 1
         return sum(pruned)
 

@@ -1,0 +1,61 @@
+"""Sharded parameters, gradients and optimizer state (ZeRO, FSDP): each of several processes holds its shard. Exact.
+
+The card is docs/techniques/shard.md.
+
+PyTorch's FSDP2 does it (distributed/sharding.py), when the first step is about to be done: a block's parameters are
+gathered for its passes, and its gradients reduced to shards after each backward pass. So microbatches send as much
+again, each of them. Without it the model is replicated, and gradients are added up once per update.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...distributed import refuse_unsharded
+from ...errors import NoEffect, ShoestringError
+from ...task import Task
+from ..technique import Bounds, Technique
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`by`: fsdp, which is PyTorch's FSDP2."""
+
+    by: str = "none"
+
+
+def options(task: Task) -> list[str]:
+    _require_several(task)
+    if len({parameter.dtype for parameter in task.model.parameters()}) > 1:
+        raise ShoestringError("FSDP2 shards parameters of one type, and the model has several: convert it to one")
+    return ["fsdp"]
+
+
+def apply(task: Task, settings: Settings) -> Task:
+    """A task -> the same task, whose model is to be sharded before its first step."""
+    if settings.by != "fsdp":
+        raise ShoestringError(f"there are no shards by {settings.by!r}: use fsdp")
+    _require_several(task)
+    refuse_unsharded(task.settings)
+    return task.with_(sharded=True)
+
+
+def _require_several(task: Task) -> None:
+    if task.devices == 1:
+        raise NoEffect("one process alone has nothing to shard: start several with torchrun, or plan for --devices N")
+
+
+def refuses(task: Task, settings: Mapping[str, Any]) -> str:
+    try:
+        refuse_unsharded({name: value for name, value in settings.items() if name != "shard"})
+    except ShoestringError as error:
+        return str(error) if "shard" in settings else ""
+    return ""
+
+
+def bounds(task: Task, by: str) -> Bounds:
+    """A process has its share of what lasts, and all activations of its share of the batch."""
+    return Bounds(lasting=1 / task.devices, moving=1.0)
+
+
+TECHNIQUE = Technique(Settings, apply, options, refuses=refuses, bounds=bounds)

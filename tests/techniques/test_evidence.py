@@ -1,0 +1,61 @@
+"""What a plan says about quality is what the recorded runs gave."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from shoestring import SGD, Task
+from shoestring.techniques.evidence import SHORT, WHERE, Evidence
+from shoestring.techniques.registry import REGISTRY
+from shoestring.techniques.technique import Risk
+
+RESULT = Path(__file__).parents[2] / "docs" / "results" / "neutral.small.json"
+
+
+def task():
+    net = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 3), nn.Flatten())
+    return Task(net, lambda model, batch: model(batch).square().mean(), torch.randn(20, 3, 8, 8), SGD(lr=0.1))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {row["label"]: row for row in json.loads(RESULT.read_text())["rows"]}
+
+
+@pytest.mark.parametrize("label", SHORT)
+def test_the_evidence_is_what_the_recorded_runs_gave(rows, label):
+    mine, plain = (rows[name]["quality"] for name in (label, "FP32"))
+    difference = mine["accuracy"] - plain["accuracy"]
+    margin = (mine["interval"] ** 2 + plain["interval"] ** 2) ** 0.5
+    assert SHORT[label] == Evidence(pytest.approx(difference, abs=0.005), pytest.approx(margin, abs=0.005))
+
+
+@pytest.mark.parametrize(
+    ("technique", "value", "label"),
+    [("precision", "fp16", "FP16"), ("precision", "bf16", "BF16"), ("optimizer", "8bit", "8-bit state"),
+     ("microbatch", 10, "microbatch 10")],
+)  # fmt: skip
+def test_what_is_called_neutral_lost_less_than_a_point_and_nothing_that_is_significant(technique, value, label):
+    found = SHORT[label]
+    neutral = found.points > -1.0 and found.points + found.margin >= 0
+    assert REGISTRY[technique].risk(task(), value) == (Risk.NEUTRAL if neutral else Risk.APPROXIMATE)
+
+
+def test_the_evidence_names_the_runs_as_they_were(rows):
+    found = json.loads(RESULT.read_text())
+    assert all(len(row["seeds"]) == 3 for row in rows.values())
+    assert {(one["model"], one["epochs"]) for one in found["trials"]} == {("wrn-16-1", 3)}
+    assert "3 epochs, 3 seeds" in WHERE and (RESULT.parents[2] / WHERE.split(": ")[1]).exists()
+
+
+def test_every_value_that_changes_numbers_says_what_is_known_about_quality():
+    mine, told = task(), 0
+    for name, technique in REGISTRY.items():
+        for value in technique.options(mine.with_(devices=2) if name == "shard" else mine):
+            if technique.risk(mine, value) > Risk.EXACT:
+                assert technique.evidence(mine, value), value
+                told += 1
+    assert told > 10
