@@ -5,6 +5,8 @@
 
 The scratch of operators is measured before the clock starts, as it is known on a machine that planned before. CPU time
 grows on a busy machine too, for caches are shared: the operators' calls that a plan traces are printed beside it.
+
+The table is in docs/planning_time.md.
 """
 
 import argparse
@@ -12,6 +14,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import transformers
 import zoo_models
 
 import shoestring
@@ -22,7 +25,17 @@ MODELS: dict[str, Callable[[], Task]] = {
     "bert": lambda: zoo_models.task("bert"),
     "gpt2": lambda: zoo_models.task("gpt2"),
     "wrn-28-2": lambda: shoestring.builtin("wrn-28-2", batch=100),
+    "gpt-12": lambda: twelve_layers(),
+    "dynamicconv": lambda: shoestring.builtin("dynamicconv-iwslt", tokens=4000),
 }
+
+
+def twelve_layers() -> Task:
+    """GPT-2 as published, 124 million parameters, on 4 x 256 tokens."""
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False))
+    ids = torch.randint(model.config.vocab_size, (4, 256))
+    return Task(model, lambda model, batch: model(input_ids=batch, labels=batch).loss, ids, shoestring.Adam())
 
 
 def planned(task: Task, budget: int) -> tuple[float, int, str]:

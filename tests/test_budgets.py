@@ -6,15 +6,17 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 import zoo
 from metering import measured
 from shoestring import Adam, Plan, Task, apply, builtin
 from shoestring.errors import NoPlanFits
+from shoestring.ledger import Phase
 from shoestring.measuring import calibrate, heap, measure_heap
-from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import object_bytes
+from shoestring.planning.traces import fullest, needed, object_bytes
+from shoestring.profiling import Profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 
@@ -92,9 +94,24 @@ def test_no_step_of_a_larger_model_takes_more_than_its_budget(model):
     assert kept(model) > 0
 
 
-def attention(settings: dict) -> object:
-    """The heap meter's target: a small language model under a plan, two steps; their peak counts."""
-    lean = apply(zoo.gpt(), Plan(**settings))
+def many_layers(last: int = 64) -> Task:
+    """Adam's update needs most bytes of tensors, but little more than the pass before it, whose graph is still there;
+    with a large last layer it needs so much more that it is the peak of all."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(150)), torch.nn.Linear(64, last))
+    return Task(model, lambda model, batch: model(batch).square().mean(), torch.ones(1, 64), Adam())
+
+
+HEAPED: dict[str, Callable[[], Task]] = {
+    "gpt": zoo.gpt,
+    "many layers": many_layers,
+    "a large layer": lambda: many_layers(20_000),
+    "a recorded network": lambda: builtin("wrn-28-2", batch=10),
+}
+
+
+def steps(model: str, settings: dict) -> object:
+    """The heap meter's target: a small model under a plan, two steps; their peak counts."""
+    lean = apply(HEAPED[model](), Plan(**settings))
     if heap.is_preloaded():
         heap.reset()
     for _ in range(2):
@@ -102,11 +119,37 @@ def attention(settings: dict) -> object:
     return lean
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "no-gradient", "activations": "offload"}], ids=str)
-def test_the_heap_has_no_more_than_the_tensors_and_the_room_for_their_objects(settings):
-    traced = Search(zoo.gpt(), 0, RATES, calibrate=calibrate).peak(Option(tuple(settings.items()), Risk.EXACT))
-    peak = measure_heap(f"{__file__}:attention", [settings]).peak_bytes
+def predicted(model: str, settings: dict) -> Profile:
+    """The trace of a plan with the scratch of its operators, as a search that has room for it sees it."""
+    traced = Search(HEAPED[model](), 0, RATES, calibrate=calibrate).traces.settled(tuple(settings.items()))
+    assert traced is not None
+    return traced
+
+
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("gpt", {}),
+        ("gpt", {"optimizer": "no-gradient", "activations": "offload"}),
+        ("many layers", {}),
+        ("a large layer", {}),
+    ],
+    ids=str,
+)
+def test_the_heap_has_no_more_than_the_tensors_and_the_room_for_their_objects(model, settings):
+    traced = predicted(model, settings)
+    assert (traced.peak.phase == Phase.UPDATE) == (model != "gpt")
+    assert (fullest(traced).nodes == 0) == (model == "a large layer")
+    peak = measure_heap(f"{__file__}:steps", [model, settings]).peak_bytes
     assert traced.peak_bytes < peak <= traced.peak_bytes + object_bytes(traced)
+
+
+@pytest.mark.parametrize("settings", [{}, {"checkpoint": "no-bn"}], ids=str)
+def test_there_is_room_for_the_tape_of_a_pass_while_it_is_written(settings):
+    model = "a recorded network"
+    traced = predicted(model, settings)
+    assert traced.is_recorded
+    assert measure_heap(f"{__file__}:steps", [model, settings]).peak_bytes <= needed(traced)
 
 
 def test_what_no_plan_fits_is_refused_with_what_fills_it():

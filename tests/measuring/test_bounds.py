@@ -29,7 +29,7 @@ def fresh_cache_and_one_thread(tmp_path, monkeypatch):
 @pytest.fixture
 def little_memory(monkeypatch):
     """A machine on which no call can be made."""
-    monkeypatch.setattr(calibration, "memory_available_bytes", lambda: 4)
+    monkeypatch.setattr(calibration, "memory_left_bytes", lambda: 4)
 
 
 def image_model(**how):

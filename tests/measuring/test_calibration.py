@@ -114,6 +114,11 @@ def test_an_operator_without_scratch_needs_none():
     assert workspace_bytes(relu(100, 100)) == 0
 
 
+def test_a_number_read_from_a_tensor_needs_none():
+    call = signature_of(aten._local_scalar_dense.default, [torch.zeros(())])
+    assert calibrate([call])[str(call)] == 0
+
+
 def test_what_ran_before_does_not_change_a_result():
     maps, channels = [torch.empty(8, 4, 16, 16)] * 2, [torch.empty(4)] * 5
     arguments = [*maps, *channels, True, 1e-5, [True, True, True]]

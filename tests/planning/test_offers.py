@@ -117,6 +117,8 @@ def test_a_plan_with_a_codec_says_how_near_its_gradients_were_and_where(codecs):
     ({"precision": "fp16", "activations": "int8"}, "8 bits of 16 save little"),
     ({"checkpoint": "no-bn", "activations": "pool2"}, "only the inputs of regions are stored"),
     ({"checkpoint": "residual-2*", "activations": "int4"}, "needs as little memory and recomputes less"),
+    ({"checkpoint": "residual-2**", "activations": "offload"}, "int4 is tried beside it"),
+    ({"checkpoint": "residual-2**", "activations": "half"}, "int4 is tried beside it"),
 ], ids=str)  # fmt: skip
 def test_a_codec_that_would_save_little_beside_another_setting_is_left_out_with_the_reason(codecs, settings, words):
     assert not codecs.candidates.compatible(tuple(settings.items()))

@@ -47,10 +47,10 @@ def is_half(h):
 
 def test_a_plan_that_crashes_with_real_numbers_is_not_handed_out():
     lines, picky = [], task(model=Picky(is_half))
-    budget = 0.4 * profile(picky).peak_bytes
-    told = plan(picky, round(budget), rates=RATES)
+    budget = 0.37 * profile(picky).peak_bytes
+    told = plan(picky, round(budget), risk="approximate", rates=RATES)
     assert told.precision == "fp16", "this budget is one for which FP16 is chosen"
-    found = plan(picky, round(budget), rates=RATES, rehearse=True, warn=lines.append)
+    found = plan(picky, round(budget), risk="approximate", rates=RATES, rehearse=True, warn=lines.append)
     assert found.precision != "fp16" and found.predicted_peak_bytes <= budget
     row = next(row for row in found.left_out if row["kind"] == "error")
     assert "precision fp16" in row["options"] and "expected scalar type Float" in row["reason"]

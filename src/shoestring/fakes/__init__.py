@@ -3,13 +3,13 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import ShoestringError
 from ..structure import mapped
@@ -65,16 +65,39 @@ class Faker:
                 return coo(*parts, like=real)
         if real.layout != torch.strided:
             return self.mode.from_tensor(real)
-        with self.mode:
-            base = self._base(real.untyped_storage())
-            whole = base[: base.numel() - base.numel() % real.itemsize].view(real.dtype)
-            return torch.as_strided(whole, real.shape, real.stride(), real.storage_offset())
+        base = self._base(real.untyped_storage())
+        place = real.storage_offset(), real.shape, real.stride()
+        return fake_on(self.mode, self.device, base.untyped_storage(), real.dtype, *place)
 
     def _base(self, storage: torch.UntypedStorage) -> Tensor:
         if storage._cdata not in self._bases:
-            base = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self.device)
-            self._bases[storage._cdata] = storage, base
+            with torch._C._DisableTorchDispatch():
+                meta = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+            self._bases[storage._cdata] = storage, fake_of(self.mode, meta, self.device)
         return self._bases[storage._cdata][1]
+
+
+def fake_on(
+    mode: Any, device: torch.device, storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any
+) -> FakeTensor:
+    """A fake on the storage of another, at a place (offset, shape, strides), by a tenth of what PyTorch's way costs."""
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
+    return fake_of(mode, meta, device)
+
+
+def fake_of(mode: Any, meta: Tensor, device: torch.device) -> FakeTensor:
+    """FakeTensor(mode, meta, device), whose many attributes are the same in all of a mode and a device."""
+    fake = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+    torch._C._set_throw_on_mutable_data_ptr(fake)
+    vars(fake).update(_attributes(mode, device))
+    return fake
+
+
+@lru_cache(maxsize=2)
+def _attributes(mode: Any, device: torch.device) -> dict[str, Any]:
+    with torch._C._DisableTorchDispatch():
+        return dict(vars(FakeTensor(mode, torch.empty(0, device="meta"), device)))
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Fakes in place of PyTorch's own: sparse ones keep the number of nonzeros, grouped products take FP32 on the CPU."""
+"""Fakes in place of PyTorch's own: sparse ones keep the number of nonzeros, grouped products take FP32 on the CPU, and
+the statistics of 16-bit maps have their weight's precision."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator call on fake tensors -> its result."""
     if func._overloadpacket is _GROUPED:
         return _grouped_product(*args, **kwargs)
+    if func in _NORMS:
+        return _normalised(func(*args, **kwargs), args)
     if func in _FAKES and args[-1].layout == torch.sparse_coo:
         return _FAKES[func](*args)
     return func(*args, **kwargs)
@@ -31,6 +34,21 @@ def _copy(sparse: Tensor) -> Tensor:
 
 def _mask(dense: Tensor, mask: Tensor) -> Tensor:
     return coo(torch.empty_like(mask._indices()), torch.empty_like(mask._values(), dtype=dense.dtype), mask)
+
+
+_NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
+
+
+def _normalised(made: tuple[Tensor, Tensor, Tensor], args: tuple) -> tuple[Tensor, ...]:
+    """A norm's output, mean and 1/deviation: on a CPU the last two are FP32 beside FP32 weights, which its fake misses.
+
+    Its backward pass would be one that PyTorch refuses, and its scratch unknown.
+    """
+    weight = next((a for a in args[1:] if isinstance(a, Tensor)), None)
+    out, *statistics = made
+    if weight is None or weight.dtype == out.dtype or out.device.type != "cpu":
+        return made
+    return out, *(part.new_empty(part.shape, dtype=weight.dtype) for part in statistics)
 
 
 _GROUPED = getattr(aten, "_grouped_mm", None)  # older versions have none

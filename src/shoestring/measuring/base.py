@@ -7,15 +7,16 @@ import sys
 
 import torch
 
-from ..cache import made_cache_folder
+from ..cache import made_cache_folder, write_whole
 from ..errors import ShoestringError
+from ..records import read_object
 
 # A tiny task is profiled, planned for and stepped, with all that a run imports; its own tensors are a few KB.
 _PROGRAM = """
 import torch
 from torch import nn
 import shoestring
-from shoestring.measuring import measure_allocator
+from shoestring.measuring.counted import measure_counted
 from shoestring.measuring.process import peak_rss_bytes
 from shoestring.reporting import page, run_progress, terminal
 from shoestring.training import job, loop
@@ -25,19 +26,19 @@ loss = lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1
 task = shoestring.Task(model, loss, (torch.randn(4, 3, 8, 8), torch.zeros(4).long()), shoestring.SGD(momentum=0.9))
 shoestring.plan(task, None)  # a search, which is most of what is resident
 lean = shoestring.apply(task, shoestring.Plan(precision="bf16", checkpoint="no-bn", microbatch=2))
-measure_allocator(lambda: [lean.step(task.batch) for _ in range(2)])
+measure_counted(lambda: [lean.step(task.batch) for _ in range(2)])
 print(peak_rss_bytes())
 """
 
 
 def process_base_bytes() -> int:
     """Bytes that a training process is resident with before its model's own: measured in a fresh process, cached."""
-    cached = made_cache_folder() / f"process-base-2-{torch.__version__}-{torch.get_num_threads()}.json"
+    cached = made_cache_folder() / f"process-base-3-{torch.__version__}-{torch.get_num_threads()}.json"
     try:
-        return int(json.loads(cached.read_text())["bytes"])
+        return int(read_object(cached.read_bytes())["bytes"])
     except (OSError, ValueError, KeyError, TypeError):
         found = _measure()
-        cached.write_text(json.dumps({"bytes": found}))
+        write_whole(cached, json.dumps({"bytes": found}).encode())
         return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ..fakes.sparse_tensors import run
 from ..signature import Bound, Signature, output_key
 
 THREAD_BYTES = {
@@ -60,17 +61,24 @@ def _argument_bytes(value: Any) -> Iterator[int]:
 def _results(signature: Signature) -> list[Any]:
     """A call -> fakes of what it returns; none if it fails even with fakes."""
     try:
-        with FakeTensorMode():
-            args, kwargs = signature.call_arguments(lambda *like: torch.empty_strided(like[0], like[1], dtype=like[2]))
-            return pytree.tree_leaves(signature.function()(*args, **kwargs))
+        return pytree.tree_leaves(faked(signature))
     except Exception:  # an operator may raise anything
         return []
 
 
+def faked(signature: Signature) -> Any:
+    """What a call returns on fake tensors, as in a trace."""
+    with FakeTensorMode():
+        args, kwargs = signature.call_arguments(lambda *like: torch.empty_strided(like[0], like[1], dtype=like[2]))
+        return run(signature.function(), tuple(args), kwargs)
+
+
 def _only_looks(signature: Signature) -> bool:
-    """Whether the operator moves no bytes: its result is a view of an argument, which it does not write."""
+    """Whether the operator moves no bytes: its result is a view of an argument, which it does not write, or a number
+    that it reads."""
     try:
-        return signature.function().is_view
+        function = signature.function()
+        return function.is_view or torch.Tag.data_dependent_output in function.tags
     except ValueError:
         return False
 

@@ -16,13 +16,15 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._pytree import tree_leaves
 
 from ..cache import cache_folder, write_whole
+from ..limits import room
+from ..records import read_object
 from ..signature import Bound, Signature, call_of, output_key
 from .allocator import measure_allocator, require_idle_profiler
-from .bounds import bounds_of, extent
-from .process import memory_available_bytes
+from .bounds import bounds_of, extent, faked
 
 VERSION = 2  # of the cache's format: what is measured per call
 Progress = Callable[[int, int], None]
@@ -83,13 +85,14 @@ def workspace_bytes(signature: Signature) -> int | None:
 def measure_call(signature: Signature) -> Table:
     """Runs one operator call -> its scratch, and the sizes of outputs that a fake leaves open.
 
-    Unknown if this torch refuses the call, or if its arguments would fill a quarter of the free memory or are empty: an
-    empty tensor may stand for one of unknown size, and oneDNN would crash on it.
+    Unknown if this torch refuses the call, if its arguments and outputs would fill a quarter of the memory that is left
+    to this process, or if an argument is empty: an empty tensor may stand for one of unknown size, and oneDNN would
+    crash on it.
     """
     require_idle_profiler()
     try:
         sizes = argument_sizes(signature)
-        if 0 in sizes or sum(sizes) > memory_available_bytes() / 4:
+        if 0 in sizes or sum(sizes) + output_bytes(signature) > memory_left_bytes() / 4:
             return {str(signature): None}
         function = signature.function()
         args, kwargs = signature.call_arguments(_zeros)
@@ -125,9 +128,7 @@ def _hidden_outputs(signature: Signature, returned: list[int | None]) -> Table:
     """A call and the elements of its flat outputs -> those that its fake leaves empty."""
     if len(returned) < 2 or not any(returned):
         return {}
-    with FakeTensorMode():
-        args, kwargs = signature.call_arguments(_zeros)
-        fakes = _elements(signature.function()(*args, **kwargs))
+    fakes = _elements(faked(signature))
     pairs = enumerate(zip(returned, fakes, strict=True))
     return {output_key(signature, number): real for number, (real, fake) in pairs if real and fake == 0}
 
@@ -147,6 +148,19 @@ def argument_sizes(signature: Signature) -> list[int]:
 
     signature.call_arguments(count)
     return sizes
+
+
+def output_bytes(signature: Signature) -> int:
+    """What a call returns, as its fake tells; an output that is a view of an argument counts too."""
+    try:
+        return sum(part.nbytes for part in tree_leaves(faked(signature)) if isinstance(part, Tensor))
+    except DataDependentOutputException:  # a number read from a tensor, `.item()`
+        return 0
+
+
+def memory_left_bytes() -> int:
+    """What a process may still take: its cgroups' and its own limits, or what the machine has available."""
+    return least.left_bytes if (least := room()) is not None else 0
 
 
 def _zeros(shape: list[int], stride: list[int], dtype: torch.dtype) -> Tensor:
@@ -181,7 +195,7 @@ def cache_path() -> Path:
 def load_cache() -> dict[str, int]:
     """-> the known calls of this machine; empty if the file is missing, damaged or another machine's."""
     try:
-        record = json.loads(cache_path().read_bytes())
+        record = read_object(cache_path().read_bytes())
         table = record["workspace"]
         sound = (record["version"], record["machine"]) == (VERSION, machine())
         sound = sound and all(type(size) is int and size >= 0 for size in table.values())

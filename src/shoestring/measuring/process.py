@@ -13,7 +13,6 @@ from ..errors import ShoestringError
 from .measurement import Measurement
 
 _STATUS = Path("/proc/self/status")
-_MEMORY = Path("/proc/meminfo")
 _RESET = Path("/proc/self/clear_refs")  # writing 5 there lowers the peak to what is resident now
 
 
@@ -25,11 +24,6 @@ def rss_bytes() -> int:
 def peak_rss_bytes() -> int:
     """-> the most bytes of this process that were in memory at once, since its start or `reset_peak()`."""
     return _kilobytes(_STATUS, "VmHWM")
-
-
-def memory_available_bytes() -> int:
-    """-> bytes of the machine's memory that a process could still take."""
-    return _kilobytes(_MEMORY, "MemAvailable")
 
 
 def reset_peak() -> None:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import NoPlanFits
 from ..profiling import Profile
 from ..techniques.registry import REGISTRY
-from ..techniques.technique import MEANING, Risk
+from ..techniques.technique import ADDS, MEANING, Risk
 from ..techniques.words import in_words
 from ..units import format_bytes
-from .options import PLAIN, LeftOut, Option, Settings, words_for
+from .options import PLAIN, LeftOut, Option, Settings, scalar, words_for
 from .plan import Alternative, LeftOutRow, Plan
-from .traces import object_bytes
+from .traces import needed, object_bytes
 
 if TYPE_CHECKING:
     from .search import Search
@@ -42,7 +42,9 @@ def tradeoffs_of(search: "Search", allowed: Risk) -> Plan:
     and the least budget that works."""
     smallest = search.candidates.option(search.smallest(allowed))
     fastest = search.best(Risk.EXACT) or PLAIN
-    least = needed(search.traces.settled(smallest.settings))
+    traced = search.traces.settled(smallest.settings)
+    assert traced is not None, "it was the smallest of those that were traced"
+    least = needed(traced)
     plan = plan_of(search, fastest)
     words = f"the least budget that works at risk {allowed.name.lower()} is {budget_words(least)} ({smallest})"
     levels = tuple(level for level in Risk if level <= allowed)
@@ -52,12 +54,6 @@ def tradeoffs_of(search: "Search", allowed: Risk) -> Plan:
         reasons=(*(reason for reason in plan.reasons if "budget is" not in reason), words),
         alternatives=tuple(alternatives(search, fastest, levels)),
     )
-
-
-def needed(traced: Profile | None) -> int:
-    """Bytes that a traced step needs, with the Python objects around its tensors."""
-    assert traced is not None
-    return traced.peak_bytes + object_bytes(traced)
 
 
 def budget_words(size: int) -> str:
@@ -85,13 +81,16 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
             yield f"{name} {in_words(value)}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
             yield f"{name} {in_words(value)}: without it about {format_bytes(search.estimate(less)[0], 2)}"
-    yield from _warnings(search, option.settings)
+    yield from _evidence(search, option.settings)
+    if (more := Risk(min(option.risk + 1, max(Risk)))) > option.risk:
+        name = more.name.lower()
+        yield f'less memory, or less time, may need --risk {name}, in Python risk="{name}" ({ADDS[more]})'
     if option.settings and search.not_rehearsed and search.wants_rehearsal:
         yield f"not rehearsed: {search.not_rehearsed}"
 
 
-def _warnings(search: "Search", settings: Settings) -> list[str]:
-    told = ((name, REGISTRY[name].warning(search.task, value)) for name, value in settings)
+def _evidence(search: "Search", settings: Settings) -> list[str]:
+    told = ((name, REGISTRY[name].evidence(search.task, scalar(value))) for name, value in settings)
     return [f"{name}: {words}" for name, words in told if words]
 
 
@@ -144,7 +143,7 @@ def _traced(search: "Search") -> list[Row]:
         if traced is not None:
             option = search.candidates.option(settings)
             ratio, objects = search.time_ratio(option), object_bytes(traced)
-            found.append(Row(traced.peak_bytes + objects, ratio, option.risk, False, settings, objects))
+            found.append(Row(needed(traced), ratio, option.risk, False, settings, objects))
     return found
 
 
@@ -224,7 +223,8 @@ def _more_risk(search: "Search", allowed: Risk) -> str:
         if level > allowed and (option := search.best(level)):
             traced = search.traces.of(option.settings)
             assert traced is not None
-            costs = "".join(f" ({warning})" for warning in _warnings(search, option.settings))
+            risky = tuple(pair for pair in option.settings if search.candidates.risk(*pair) == level)
+            costs = "".join(f" ({words})" for words in _evidence(search, risky))
             return (
                 f"risk {level.name.lower()} would fit: {option}, {format_bytes(traced.peak_bytes)}, "
                 f"{search.time_ratio(option):.2f}x the time{costs}: add --risk {level.name.lower()}"

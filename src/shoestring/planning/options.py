@@ -35,6 +35,23 @@ class Option:
 PLAIN = Option((), Risk.EXACT)
 
 
+class Table(dict):
+    """A technique's value with further settings, as a user named it: a dict that can be a key, as all settings are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+def settings_of(values: Mapping[str, Any]) -> Settings:
+    """A plan's values -> the settings of an option."""
+    return tuple((name, Table(value) if isinstance(value, Mapping) else value) for name, value in values.items())
+
+
+def scalar(value: Any) -> Any:
+    """A plan's value -> the setting that comes first, which risk, effect and evidence are about."""
+    return next(iter(value.values())) if isinstance(value, Mapping) else value
+
+
 def words_for(settings: Iterable[tuple[str, Any]]) -> str:
     return described(settings) or "no technique"
 
@@ -122,7 +139,7 @@ class Candidates:
 
     def risk(self, name: str, value: Any) -> Risk:
         if (name, value) not in self._risks:
-            self._risks[name, value] = REGISTRY[name].risk(self.task, value)
+            self._risks[name, value] = REGISTRY[name].risk(self.task, scalar(value))
         return self._risks[name, value]
 
     def roughness(self, option: Option) -> int:
@@ -131,19 +148,18 @@ class Candidates:
 
     @cache  # noqa: B019 - lives as long as one search
     def _roughness(self, name: str, value: Any) -> int:
-        return REGISTRY[name].roughness(self.task, value)
+        return REGISTRY[name].roughness(self.task, scalar(value))
 
     @cache  # noqa: B019 - lives as long as one search
     def bounds(self, name: str, value: Any) -> Bounds:
         """What is known about a value before it is traced."""
-        return REGISTRY[name].bounds(self.task, value)
+        return REGISTRY[name].bounds(self.task, scalar(value))
 
 
 def risk_of(task: Task, plan: Plan) -> str:
     """The highest risk among a plan's techniques, for a task on which it is not applied yet."""
     values = plan.techniques().items()
-    scalars = ((name, next(iter(v.values())) if isinstance(v, Mapping) else v) for name, v in values)
-    return max((REGISTRY[name].risk(task, value) for name, value in scalars), default=Risk.EXACT).name.lower()
+    return max((REGISTRY[name].risk(task, scalar(value)) for name, value in values), default=Risk.EXACT).name.lower()
 
 
 def told(error: Exception) -> str:

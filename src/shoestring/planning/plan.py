@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, fields, make_dataclass, replac
 from typing import Any, NotRequired, TypedDict
 
 from ..errors import ShoestringError
-from ..records import checked, read_object
+from ..records import checked, read_sealed
 from ..techniques import WORDS
 from .shown import plan_html, plan_lines
 
@@ -70,6 +70,10 @@ class Plan(_Techniques):
     def with_(self, **changes: Any) -> "Plan":
         return replace(self, **changes)
 
+    def for_one(self) -> "Plan":
+        """The same for a model that one process holds."""
+        return self.with_(**{word.name: None for word in WORDS if word.of_several})
+
     def to_json(self) -> str:
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2)
 
@@ -77,12 +81,15 @@ class Plan(_Techniques):
     def from_json(cls, text: str) -> "Plan":
         """The text of a plan file -> the plan; a damaged one, or one of another version, is refused."""
         try:
-            record = read_object(text)
+            record, _ = read_sealed(text.encode("utf-8", "surrogatepass"))
             version = record.pop("version")
         except (ValueError, KeyError) as error:
-            raise ShoestringError("this is not a plan file: make one with `shoestring plan --output FILE`") from error
+            why = "it has no version" if isinstance(error, KeyError) else error
+            raise ShoestringError(
+                f"this is not a plan file ({why}): make one with `shoestring plan --output FILE`"
+            ) from error
         if version != VERSION:
-            raise ShoestringError(f"the plan has version {version}, this Shoestring reads {VERSION}: plan again")
+            raise ShoestringError(f"the plan has version {version!r}, this Shoestring reads {VERSION}: plan again")
         known = {f.name for f in fields(cls)}
         if unknown := sorted(name for name, value in record.items() if name not in known and value is not None):
             words = ", ".join(word.name for word in WORDS)

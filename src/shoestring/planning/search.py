@@ -23,11 +23,11 @@ from ..techniques.registry import REGISTRY, sized
 from ..techniques.technique import Effect, Risk
 from ..units import format_bytes, parse_bytes, share_of
 from . import explain
-from .options import PLAIN, Candidates, LeftOut, Option, Settings, words_for
+from .options import PLAIN, Candidates, LeftOut, Option, Settings, scalar, settings_of, words_for
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
 from .timing import seconds_of, sent_bytes
-from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, object_bytes
+from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, needed, object_bytes
 
 UNLIMITED = 2**60
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
@@ -65,7 +65,7 @@ def plan(
         if budget is None:
             return explain.tradeoffs_of(search, allowed)
         if share is not None:
-            search.budget = round(share * explain.needed(search.traces.plain()))
+            search.budget = round(share * needed(search.traces.plain()))
         if techniques:
             return search.finish(search.named(techniques))
         for level in Risk:
@@ -95,7 +95,7 @@ class Search:
         self.traces = Traces(task, self.candidates, dict(workspace or {}), calibrate, progress)
         self.wants_rehearsal, self.not_rehearsed = rehearse, why_not_rehearsed(task) if rehearse else ""
         self._rehearsed: dict[Settings, bool] = {(): True}  # plain training needs none
-        self._lower_bounds: dict[Settings, tuple[float, float]] = {}
+        self._lower_bounds: dict[Settings, tuple[float, float, float]] = {}
         self._effects: dict[tuple, Effect | None] = {}
         self._misses: dict[tuple, tuple[float, float, int]] = {}  # correction key -> share, bytes missed, objects
 
@@ -118,20 +118,19 @@ class Search:
         """The option that a user named, made for the budget where it asks for one; refused if it does not fit."""
 
         def fits(values: Mapping[str, Any]) -> bool:
-            return self.fits(self.candidates.option(tuple(values.items())))
+            return self.fits(self.candidates.option(settings_of(values)))
 
         task = self.traces.task(())
         assert task is not None
-        option = self.candidates.option(tuple(sized(task, Plan(**techniques).techniques(), fits).items()))
+        option = self.candidates.option(settings_of(sized(task, Plan(**techniques).techniques(), fits)))
         traced = self.peak(option)
         if traced is None:
             reasons = [str(one.reason) for one in self.left_out]
             raise ShoestringError(f"{option} cannot be applied: {reasons[-1] if reasons else 'it failed'}")
         if not self.has_room(traced):
-            needed = format_bytes(traced.peak_bytes + object_bytes(traced))
             raise OverBudget(
-                f"with {option} a step would need {needed}, predicted, objects included, and the budget is "
-                f"{format_bytes(self.budget)}: name further techniques, or name none to have them chosen"
+                f"with {option} a step would need {format_bytes(needed(traced))}, predicted, objects included, and the "
+                f"budget is {format_bytes(self.budget)}: name further techniques, or name none to have them chosen"
             )
         return option
 
@@ -188,10 +187,12 @@ class Search:
         if known not in self._lower_bounds:
             effects, plain = self.effects(option, ()), self._base(PLAIN).footprint
             known_all = len(effects) == len(known)  # else one failed, and is left out
-            moving = _share(effects) * plain.moving
-            self._lower_bounds[known] = (plain.fixed(effects), moving) if known_all else (inf, inf)
-        lasting, moving = self._lower_bounds[known]
-        return lasting * prod(one.lasting for one in bounds) + DOUBT * moving * prod(one.moving for one in bounds)
+            found = plain.fixed(effects), plain.gradients(effects), _share(effects) * plain.moving
+            self._lower_bounds[known] = found if known_all else (inf, inf, inf)
+        fixed, gradients, moving = self._lower_bounds[known]
+        share = prod(one.lasting for one in bounds)
+        # All gradients are there before an update, and whatever grows with the batch before them.
+        return share * fixed + DOUBT * max(share * gradients, moving * prod(one.moving for one in bounds))
 
     def seconds(self, option: Option) -> float | None:
         """The predicted seconds of a step; None if its techniques cannot be applied.
@@ -204,8 +205,12 @@ class Search:
             return None
         effects = self.effects(option, key)
         density = min(effect.flops for effect in (*effects, Effect()))
-        sent = sent_bytes(base.footprint.gradients(effects), self.task.devices)
-        return seconds_of(base.work, self.rates, self._pieces(option), density, bool(key), sent)
+        pieces = self._pieces(option)
+        if base.task.sharded:
+            sent: float = pieces * base.work.sent_bytes
+        else:
+            sent = sent_bytes(base.footprint.gradients(effects), self.task.devices)
+        return seconds_of(base.work, self.rates, pieces, density, bool(key), sent)
 
     def effects(self, option: Option, key: Settings) -> list[Effect]:
         """The effects of an option's techniques that need no trace, on the base trace of `key`."""
@@ -216,7 +221,7 @@ class Search:
         if (key, name, value) not in self._effects:
             base, effect = self.traces.base(key), REGISTRY[name].effect
             assert base is not None and effect is not None
-            found = self.candidates.guarded(((name, value),), lambda: effect(base.task, value))
+            found = self.candidates.guarded(((name, value),), lambda: effect(base.task, scalar(value)))
             self._effects[key, name, value] = found
         return self._effects[key, name, value]
 
@@ -278,7 +283,7 @@ class Search:
 
     def has_room(self, traced: Profile) -> bool:
         """Whether a traced step fits, with room for objects that no trace sees."""
-        return traced.peak_bytes + object_bytes(traced) <= self.budget
+        return needed(traced) <= self.budget
 
     def _runs(self, option: Option) -> bool:
         """Whether the option survives its rehearsal; True if there is none."""
@@ -316,7 +321,7 @@ class Search:
         """
         options = [option for level in Risk if level <= allowed for option in self.candidates.at(level)]
         self.traces.of(())
-        traced = {s: p.peak_bytes + object_bytes(p) for s, p in self.traces.profiles.items()
+        traced = {s: needed(p) for s, p in self.traces.profiles.items()
                   if p is not None and self.candidates.option(s).risk <= allowed}  # fmt: skip
         heap = [(self.lower_bound(option), number, option) for number, option in enumerate(options)]
         heapq.heapify(heap)
@@ -326,7 +331,7 @@ class Search:
                 self._look_for_less(heap, traced)
             elif (found := self.traces.of(smallest)) is not None and self.traces.calibrated(found):
                 if (found := self.traces.again(smallest)) is not None:
-                    traced[smallest] = found.peak_bytes + object_bytes(found)
+                    traced[smallest] = needed(found)
             else:
                 return smallest
 
@@ -339,7 +344,7 @@ class Search:
         if heap and bound > heap[0][0]:
             heapq.heappush(heap, (bound, number, option))
         elif (found := self.peak(option)) is not None:
-            traced[option.settings] = found.peak_bytes + object_bytes(found)
+            traced[option.settings] = needed(found)
 
 
 def _share(effects: list[Effect]) -> float:

@@ -1,39 +1,53 @@
 """Predicts the time of a step: the FLOPs, bytes and calls of its trace, at the rates of this device.
 
-    seconds = flops / flops_per_second + 3 born_bytes / bytes_per_second + calls seconds_per_call
+    seconds = flops / speed + 3 born_bytes / bytes_per_second + calls seconds_per_call
               + 2 offloaded_bytes / disk_bytes_per_second
-              + 2 (devices - 1) / devices gradient_bytes / link_bytes_per_second
+              + sent_bytes / link_bytes_per_second
 
-A tensor is written once and read about twice; each that is born comes with some calls. Offloaded bytes are written and
-read back. Processes that share a batch pass their gradients around a ring; what of that goes on during the backward
-pass is not taken off. The rates come from a calibration of about a second; only ratios of predictions are used, so that
-what all plans share cancels. benchmarks/predicted_time.py measures how accurate they are.
+The speed is that of PyTorch's, of our dense or of our sparse kernels, on maps of the width that each convolution has:
+ours are faster on wide maps and slower on narrow ones. A tensor is written once and read about twice; each that is born
+comes with some calls, which take longer through our Python and less from a tape. Offloaded bytes are written and
+read back. Processes that share a batch pass their gradients around a ring once per update: 2 (devices - 1) / devices of
+their bytes; or, in shards, parameters and gradients in every pass, as the trace counts them. What of that goes on
+during the passes is not taken off. The rates come from a calibration of some seconds; only ratios of predictions are
+used, so that what all plans share cancels. benchmarks/predicted_time.py measures how accurate they are.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..profiling import Profile
-from ..rates import Rates
+from ..rates import LEAN, PLAIN, SPARSE, Rates
+from ..task import Task
 from .estimate import forward_start
 
-LEAN_CALL = 2.0  # a lean layer's calls, in plain layers' calls: each kernel is called by Python functions of ours
+# Calls that come with a tensor, in those of a plain layer: each kernel is called by Python functions of ours, or from a
+# tape. The first was fitted on a small GPT on a busy machine, and is too high for it on a quiet one; the second
+# on WRN-28-2 in microbatches of 4 (docs/predicted_time.md).
+LEAN_CALL, TAPED_CALL = 3.0, 1.3
 
 
 class Work(NamedTuple):
     """What takes time in one traced step of the whole batch."""
 
-    flops: float
+    flops: Mapping[int, float]  # by the width of convolutions' maps, 0 for the rest
     born_bytes: int
     calls: int
     offloaded_bytes: int
+    sent_bytes: int = 0  # for shards, in one pass
+    narrow: bool = False  # whether weights have 16 bits
+    static: bool = False  # whether passes may run from a tape
 
 
-def work_of(traced: Profile, offloaded_bytes: int = 0) -> Work:
+def work_of(traced: Profile, task: Task, offloaded_bytes: int = 0) -> Work:
     """A brief trace -> its work from the forward pass on: before it, optimizer state is created."""
-    flops = sum(traced.flops[part] for part in ("forward", "backward", "recompute"))
     start = forward_start(traced)
     born = [entry.bytes for entry in traced.ledger.entries if entry.born >= start]
-    return Work(flops, sum(born), len(born), offloaded_bytes)
+    more_bytes, more_calls = traced.repeated
+    bytes_born, calls = sum(born) + more_bytes, len(born) + more_calls
+    narrow = any(parameter.element_size() == 2 for parameter in task.model.parameters())
+    static = task.static_graph and task.devices == 1 and not traced.draws and not offloaded_bytes
+    return Work(traced.flops_by_width, bytes_born, calls, offloaded_bytes, traced.sent_bytes, narrow, static)
 
 
 def sent_bytes(gradient_bytes: float, devices: int) -> float:
@@ -41,12 +55,24 @@ def sent_bytes(gradient_bytes: float, devices: int) -> float:
     return 2 * (devices - 1) / devices * gradient_bytes
 
 
+def taped_share(pieces: int) -> float:
+    """The share of passes that run from a tape: all of one form, which the first of several has not; two alternate."""
+    return 1.0 if pieces == 1 else 0.0 if pieces == 2 else (pieces - 1) / pieces
+
+
 def seconds_of(
     work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False, sent: float = 0.0
 ) -> float:
     """The predicted time of a step that runs in `pieces`, computes a share `density` of its FLOPs and sends bytes."""
-    rate = rates.flops_per_second if density == 1 else rates.sparse_flops_per_second
-    calls = pieces * work.calls * (LEAN_CALL if lean else 1.0)
+
+    def kind(width: int) -> str:
+        if density != 1:
+            return SPARSE
+        return LEAN if lean and (width or work.narrow) else PLAIN  # in 32 bits a matrix product is PyTorch's
+
+    computed = sum(density * flops / rates.speed(kind(width), width) for width, flops in work.flops.items())
     moved = work.born_bytes * rates.seconds_per_byte("memory") + work.offloaded_bytes * rates.seconds_per_byte("disk")
     moved += sent / rates.link_bytes_per_second
-    return density * work.flops / rate + moved + calls * rates.seconds_per_call
+    taped = taped_share(pieces) if work.static else 0.0
+    call = taped * TAPED_CALL + (1 - taped) * LEAN_CALL if lean else 1.0
+    return computed + moved + pieces * work.calls * call * rates.seconds_per_call

@@ -8,7 +8,7 @@ import torch
 
 from ..ambient import Ambient
 from ..ledger import Phase
-from ..profiling import Profile, profile
+from ..profiling import Profile, Updates, profile
 from ..signature import Signature
 from ..task import Task
 from ..techniques.registry import REGISTRY, apply_settings
@@ -19,11 +19,15 @@ from .timing import Work, work_of
 Progress = Callable[[str], None]
 Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
-# Room for what no trace sees, which the heap meter does. Of each storage alive at the peak: the headers of storage and
-# tensor, and malloc's own. Of each node of autograd's graph, which is there though its tensors may be on disk: its
-# edges, its saved variables and their hooks. And what a run has once: the optimizer's tables, the files' buffers.
-# First measured on a few models; benchmarks/budgets_kept.py fits the second on two and proves it on three others.
-STORAGE_BYTES, NODE_BYTES, ONCE_BYTES = 450, 800, 64 * 1024
+# Room for what no trace sees, which the heap meter does. Of each storage alive at the peak: the headers of tensor and
+# storage, 184 and 104 bytes, and what malloc rounds up. Of each node of autograd's graph, which is there though its
+# tensors may be on disk: its edges, its saved variables and their hooks. By the update the graph is gone, but not its
+# leaves: a parameter holds the block of the node that accumulates its gradient for good. And what a run has once: the
+# optimizer's tables, the files' buffers. A pass that is recorded (taping/) has more of each storage: who watches for
+# its end, and its place in the tape; 103 to 136 bytes in eight steps of four networks. benchmarks/budgets_kept.py fits
+# nodes and leaves on some models, and proves them on others.
+STORAGE_BYTES, NODE_BYTES, LEAF_BYTES, ONCE_BYTES = 350, 1000, 700, 64 * 1024
+RECORDED_BYTES = 140
 TRACED = tuple(name for name, technique in REGISTRY.items() if technique.effect is None)
 
 
@@ -47,6 +51,7 @@ class Traces:
         self._tasks: dict[Settings, Task | None] = {(): task.with_(model=blank(task.model))}
         self._bases: dict[Settings, BaseTrace | None] = {}
         self._offloaded: dict[Settings, int] = {}
+        self._updates = Updates()
         self._broken: set[Settings] = set()  # settings that fail in any combination
 
     def of(self, settings: Settings) -> Profile | None:
@@ -56,8 +61,9 @@ class Traces:
         return self.profiles[settings]
 
     def again(self, settings: Settings) -> Profile | None:
-        """Traces the settings anew, with the scratch calibrated since."""
-        self.profiles[settings] = self._traced(settings)
+        """The settings' trace with the scratch calibrated since."""
+        traced = self.profiles[settings]
+        self.profiles[settings] = (traced and traced.with_scratch(self.workspace)) or self._traced(settings)
         return self.profiles[settings]
 
     def _traced(self, settings: Settings) -> Profile | None:
@@ -68,14 +74,17 @@ class Traces:
         offloaded: list[int] = []
         with Ambient.during(offloaded_bytes=offloaded):
             if not settings:
-                traced = profile(task, self.workspace, brief=True)  # an error is the caller's
+                traced = self._profile(task)  # an error is the caller's
             else:
-                traced = self._guarded(settings, lambda: profile(task, self.workspace, brief=True))
+                traced = self._guarded(settings, lambda: self._profile(task))
         self._offloaded[settings] = sum(offloaded)
         if traced is None and len(settings) > 1:
             for pair in settings:
                 self.of((pair,))  # if it fails alone, no combination with it is tried
         return traced
+
+    def _profile(self, task: Task) -> Profile:
+        return profile(task, self.workspace, brief=True, updates=self._updates)
 
     def task(self, settings: Settings) -> Task | None:
         """The task under settings; settings with a common prefix share the work of applying it."""
@@ -119,7 +128,7 @@ class Traces:
             traced, task = self.of(key), self.task(key)
             found = traced is not None and task is not None
             self._bases[key] = (
-                BaseTrace(task, Footprint(traced), work_of(traced, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
+                BaseTrace(task, Footprint(traced), work_of(traced, task, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
                 if found
                 else None
             )
@@ -148,11 +157,47 @@ class Traces:
         return traced
 
 
+class Moment(NamedTuple):
+    """What is there at one time of a step."""
+
+    tensor_bytes: int
+    storages: int
+    nodes: int  # of autograd's graph
+    leaves: int  # of a graph that is gone
+    is_recorded: bool = False
+
+    @property
+    def needed(self) -> int:
+        graph = NODE_BYTES * self.nodes + LEAF_BYTES * self.leaves
+        storages = (STORAGE_BYTES + RECORDED_BYTES * self.is_recorded) * self.storages
+        return self.tensor_bytes + storages + graph + ONCE_BYTES
+
+
+def fullest(traced: Profile) -> Moment:
+    """The moment at which a traced step needs most, objects included: with its graph, or in the update after it."""
+    timeline = traced.ledger.timeline()
+
+    def peak(births: list[int], nodes: int, leaves: int, is_recorded: bool) -> Moment:
+        time = max(births, key=timeline.__getitem__)
+        return Moment(timeline[time], len(traced.ledger.live_at(time)), nodes, leaves, is_recorded)
+
+    births: dict[bool, list[int]] = {True: [], False: []}
+    for entry in traced.ledger.entries:
+        births[entry.phase == Phase.UPDATE].append(entry.born)
+    moments = [peak(births[False], traced.nodes, 0, traced.is_recorded)]
+    if births[True]:
+        moments.append(peak(births[True], 0, traced.leaves, False))
+    return max(moments, key=lambda moment: moment.needed)
+
+
+def needed(traced: Profile) -> int:
+    """Bytes that a traced step needs, with the Python objects around its tensors."""
+    return fullest(traced).needed
+
+
 def object_bytes(traced: Profile) -> int:
     """The room that the objects around a traced step's tensors take."""
-    storages = len(traced.ledger.live_at(traced.peak.time))
-    nodes = traced.nodes if traced.peak.phase != Phase.UPDATE else 0  # the graph is gone by then
-    return STORAGE_BYTES * storages + NODE_BYTES * nodes + ONCE_BYTES
+    return needed(traced) - traced.peak_bytes
 
 
 def blank(model: torch.nn.Module) -> torch.nn.Module:

@@ -96,7 +96,7 @@ def larger_way(trace: Callable[[Choices], Tracer]) -> Tracer:
             other = trace(tracer.choices.flipped(place))
         except Exception:  # this way cannot be taken
             continue
-        peaks = tracer.ledger.peak().bytes, other.ledger.peak().bytes
+        peaks = tracer.peak_bytes, other.peak_bytes
         todo += [new for new in other.choices.asked if new not in tracer.choices.asked and new not in todo]
         why = tracer.choices.asked[place]
         tracer = other if peaks[1] > peaks[0] else tracer

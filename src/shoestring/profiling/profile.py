@@ -1,7 +1,8 @@
 """`profile(task) -> Profile`: two whole training steps traced, their peak attributed to the last byte."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..distributed import Pretended
+from ..distributed import Pretended, pretended_shards
 from ..ledger import BUCKET, Category, Ledger, Peak, Phase, sum_bytes
 from ..phases import listen, phase
-from ..signature import Bound, Signature
+from ..signature import Signature
 from ..step import Stepper
 from ..structure import tensors
 from ..task import Task
 from ..units import format_bytes
 from .choices import Choices, short
 from .dry import larger_way, on_fakes
+from .scratch import Traced, unmeasured, with_scratch
 from .trace import Tracer, home
+from .updates import Pair, Unlike, Updates
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,20 @@ class Profile:
     uncalibrated: int = 0  # distinct operator calls whose scratch is not known, and not counted
     scratch_bytes: int = 0  # of all distinct operator calls whose scratch is known
     nodes: int = 0  # of autograd's graph, at the end of the forward pass that has most
+    leaves: int = 0  # of those, the ones that accumulate the gradients of parameters
+    is_recorded: bool = False  # whether a step may write a tape of its passes
+    flops_by_width: dict[int, int] = field(default_factory=dict, repr=False)  # of convolutions' maps; 0 for the rest
+    draws: int = 0  # of random numbers, in the passes
+    sent_bytes: int = 0  # to other processes, if the model is in shards
+    repeated: tuple[int, int] = (0, 0)  # bytes born and calls of runs that a traced one stands for, not in the ledger
+    traced: Traced | None = field(default=None, repr=False, compare=False)
+
+    def with_scratch(self, table: Mapping[str, int | None]) -> "Profile | None":
+        """The same trace with the scratch of another table; None if with that table the trace itself is another."""
+        traced = self.traced
+        if traced is None or traced.branches or any(key in table for key in traced.open_outputs):
+            return None
+        return _profile_of(traced, table)
 
     @property
     def peak_bytes(self) -> int:
@@ -113,21 +130,33 @@ class Profile:
 
 
 def profile(
-    task: Task, workspace: Mapping[str, int | None] | None = None, steps: int = 2, brief: bool = False
+    task: Task,
+    workspace: Mapping[str, int | None] | None = None,
+    steps: int = 2,
+    brief: bool = False,
+    updates: Updates | None = None,
 ) -> Profile:
     """A task -> its predicted memory: `steps` whole steps (the second has the optimizer's state in place).
 
     Nothing is computed and nothing is allocated, so the model may be on the meta device and of any size.
     `workspace` gives the scratch bytes of operators as calibrated on a machine; without it they are unseen.
     A `brief` one has the same peak sooner: it puts optimizer state and gradients in place and runs the largest
-    microbatch alone. Its FLOPs are those of what it ran.
+    microbatch alone. Its FLOPs are those of what it ran. Brief ones may share `updates`.
     """
-    tracer = larger_way(lambda choices: _traced(task, workspace, steps, brief, choices))
-    return _summarise(task, tracer)
+    try:
+        tracer = larger_way(lambda choices: _traced(task, workspace, steps, brief, choices, updates or Updates()))
+    except Unlike:
+        tracer = larger_way(lambda choices: _traced(task, workspace, steps, brief, choices, Updates()))
+    return _profile_of(_traced_by(task, tracer), workspace or {})
 
 
 def _traced(
-    task: Task, workspace: Mapping[str, int | None] | None, steps: int, brief: bool, choices: Choices
+    task: Task,
+    workspace: Mapping[str, int | None] | None,
+    steps: int,
+    brief: bool,
+    choices: Choices,
+    updates: Updates,
 ) -> Tracer:
     pieces = list(task.split(task.batch))
     weights = task.weights(pieces)
@@ -136,11 +165,13 @@ def _traced(
     with on_fakes(task, tracer, [task.batch, pieces]) as (batch, fakes), listen(tracer.enter_phase):
         for tensor in tensors([batch, fakes]):  # the batch outlives its pieces
             tracer.watch(tensor, Category.INPUT, "", "batch", Phase.BUILD)
-        with tracer.inside(task.model):
+        world = Pretended(task.devices, lambda bucket: tracer.claim(bucket, Category.GRADIENT, "", BUCKET))
+        with _sharded(task, tracer, world), tracer.inside(task.model):
+            stepper = Stepper(_as_traced(task, tracer), world=world)
             if brief:
-                _brief_step(task, tracer, fakes, weights)
+                _brief_step(task, tracer, stepper, fakes, weights, updates)
             else:
-                _steps(task, tracer, fakes, weights, steps)
+                _steps(task, tracer, stepper, fakes, weights, steps)
         for path, parameter in parameters:
             if isinstance(parameter.grad, FakeTensor):
                 tracer.unseen[f"{path!r} is used directly and not through the model: counted twice"] = None
@@ -150,65 +181,82 @@ def _traced(
     return tracer
 
 
+@contextmanager
+def _sharded(task: Task, tracer: Tracer, world: Pretended) -> Iterator[None]:
+    """The model as process 0 has it, if the task's is in shards."""
+    if not task.sharded:
+        yield
+        return
+
+    def resized(tensor: Tensor) -> None:
+        tracer.watch(tensor, Category.MODEL, "", "gathered", tracer.phase)
+
+    with pretended_shards(task.model, task.settings, world, resized):
+        yield
+    tracer.sent_bytes = round((world.size - 1) / world.size * (2 * world.sent_bytes + world.gathered_bytes))
+
+
 def _as_traced(task: Task, tracer: Tracer) -> Task:
     """The task without what is done after an update, to weights that a trace does not have; its graph is counted."""
 
     def loss(model: torch.nn.Module, batch: Any) -> Tensor:
         found = task.loss_of(model, batch)
-        tracer.nodes = max(tracer.nodes, count_nodes(found))
+        nodes = nodes_of(found)
+        tracer.nodes = max(tracer.nodes, len(nodes))
+        tracer.leaves = max(tracer.leaves, sum(not node.next_functions for node in nodes))
         return found
 
     return task.with_(after_update=(), loss=loss)
 
 
-def count_nodes(loss: Tensor) -> int:
-    """How many operations autograd remembers for the backward pass of a loss, its leaves included."""
-    found, waiting = set(), [loss.grad_fn]
+def nodes_of(output: Tensor) -> set[Any]:
+    """What autograd remembers for the backward pass of an output: operations, and the leaves where it ends."""
+    found: set[Any] = set()
+    waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is not None and node not in found:
             found.add(node)
             waiting += [follower for follower, _ in node.next_functions]
-    return len(found)
+    return found
 
 
-def _stepper(task: Task, tracer: Tracer) -> Stepper:
-    """The stepper of a trace; if several processes share the batch, of one of them, with its buckets."""
-    world = Pretended(task.devices, lambda bucket: tracer.claim(bucket, Category.GRADIENT, "", BUCKET))
-    return Stepper(_as_traced(task, tracer), world=world)
-
-
-def _steps(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float], steps: int) -> None:
-    """Runs `steps` whole steps under the tracer; FLOPs are those of the last."""
-    stepper = _stepper(task, tracer)
+def _steps(task: Task, tracer: Tracer, stepper: Stepper, pieces: list[Any], weights: list[float], steps: int) -> None:
+    """Runs `steps` whole steps under the tracer; FLOPs, and what is sent, are those of the last."""
     for _ in range(steps):
-        tracer.flops = dict.fromkeys(Phase, 0)
+        _count_anew(tracer, stepper)
         stepper.run(pieces, weights)
         _claim_state(task, tracer, stepper)
 
 
-def _brief_step(task: Task, tracer: Tracer, pieces: list[Any], weights: list[float]) -> None:
+def _brief_step(
+    task: Task, tracer: Tracer, stepper: Stepper, pieces: list[Any], weights: list[float], updates: Updates
+) -> None:
     """Runs the largest microbatches of a step under the tracer, as if others had run before."""
-    stepper = _stepper(task, tracer)
     chosen = _largest(pieces)
     if task.devices > 1 and chosen[-1] != len(pieces) - 1:
         chosen.append(len(pieces) - 1)  # in the last, gradients are on their way to the other processes
     stepper.begin(len(pieces))
-    if stepper.in_backward:
-        stepper.one_pass(pieces[chosen[0]], weights[chosen[0]])
-    else:
-        _give_gradients(task, tracer)
-    _update(stepper)
+    _give_gradients(task, tracer, stepper)
+    shared = task.devices == 1 and not stepper.in_backward  # else it is no thing of its own
+    update = Pair(updates, tracer, stepper).run if shared else stepper.update
+    _update(stepper, update)
     _claim_state(task, tracer, stepper)
-    if chosen[0] > 0 and not stepper.in_backward:
-        _give_gradients(task, tracer)
-    tracer.flops = dict.fromkeys(Phase, 0)
+    if chosen[0] > 0:
+        _give_gradients(task, tracer, stepper)
+    _count_anew(tracer, stepper)
     _note_losses(tracer, chosen[0])
     losses = [stepper.one_pass(pieces[n], weights[n], is_last=n == chosen[-1]) for n in chosen]
     _note_losses(tracer, len(pieces) - chosen[0] - len(chosen))
     losses = stepper.finish(losses)
-    _update(stepper)
+    _update(stepper, update)
     del losses  # a step holds them to its end
+
+
+def _count_anew(tracer: Tracer, stepper: Stepper) -> None:
+    tracer.flops, tracer.repeated = dict.fromkeys(Phase, 0), (0, 0)
+    tracer.flops_by_width.clear()
+    stepper.world.sent_bytes = stepper.world.gathered_bytes = 0
 
 
 def _largest(pieces: list[Any]) -> list[int]:
@@ -226,9 +274,9 @@ def _largest(pieces: list[Any]) -> list[int]:
     return sorted(chosen)
 
 
-def _update(stepper: Stepper) -> None:
+def _update(stepper: Stepper, update: Callable[[], object]) -> None:
     with phase(Phase.UPDATE):
-        stepper.update()
+        update()
     stepper.optimizer.zero_grad(set_to_none=True)
 
 
@@ -236,12 +284,17 @@ def _note_losses(tracer: Tracer, count: int) -> None:
     tracer.ledger.birth(4 * count, Category.ACTIVATION, "", "losses of microbatches")
 
 
-def _give_gradients(task: Task, tracer: Tracer) -> None:
-    """Gives each trainable parameter a gradient, as earlier microbatches would have left it."""
+def _give_gradients(task: Task, tracer: Tracer, stepper: Stepper) -> None:
+    """Gives each trainable parameter a gradient, as earlier microbatches would have left it: an optimizer in backward
+    takes each before the next."""
+    optimizer: Any = stepper.optimizer  # ours, if it is in backward
+    takers = dict(optimizer.takers(task.model)) if stepper.in_backward else {}
     for path, parameter in task.model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
             tracer.claim(parameter.grad, Category.GRADIENT, home(path))
+            if parameter in takers:
+                takers[parameter](parameter)
 
 
 def _claim_state(task: Task, tracer: Tracer, stepper: Stepper) -> None:
@@ -251,39 +304,52 @@ def _claim_state(task: Task, tracer: Tracer, stepper: Stepper) -> None:
             tracer.claim(tensor, Category.OPTIMIZER, homes.get(parameter, ""))
 
 
-def _summarise(task: Task, tracer: Tracer) -> Profile:
+def _traced_by(task: Task, tracer: Tracer) -> Traced:
     forward, backward, recompute = (tracer.flops[p] for p in (Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTE))
-    unseen = list(tracer.unseen) + (["what is done after each update"] if task.after_update else [])
-    scratch = [tracer.workspace.get(str(signature)) for signature in tracer.signatures]
-    uncalibrated = scratch.count(None)
-    unseen += _unmeasured(uncalibrated, [size for size in scratch if isinstance(size, Bound)])
-    return Profile(
+    return Traced(
         task=task.name or type(task.model).__name__,
         settings=task.settings,
         ledger=tracer.ledger,
-        peak=tracer.ledger.peak(),
+        moments=tracer.moments,
+        signatures=tracer.signatures,
         flops={
             "forward": forward,
             "backward": backward,
             "recompute": recompute,
             "ratio": (forward + backward + recompute) / max(1, forward + backward),
         },
-        unseen=unseen,
-        signatures=tracer.signatures,
-        uncalibrated=uncalibrated,
-        scratch_bytes=sum(size or 0 for size in scratch),
+        unseen=list(tracer.unseen) + (["what is done after each update"] if task.after_update else []),
         nodes=tracer.nodes,
+        leaves=tracer.leaves,
+        is_recorded=task.static_graph and task.devices == 1,
+        flops_by_width=dict(tracer.flops_by_width),
+        draws=tracer.draws,
+        sent_bytes=tracer.sent_bytes,
+        repeated=tracer.repeated,
+        open_outputs=tracer.open_outputs,
+        branches=bool(tracer.choices.asked),
     )
 
 
-def _unmeasured(uncalibrated: int, bounds: list[Bound]) -> list[str]:
-    """What is not known of the scratch inside PyTorch's operators: not counted, or counted by a bound."""
-    words = []
-    if uncalibrated:
-        words.append(f"the scratch inside {uncalibrated} distinct operator calls: not calibrated, not counted")
-    if any(bounds):
-        words.append(
-            f"the scratch inside {len(bounds)} distinct operator calls, which could not be made here: "
-            f"bounds of up to {format_bytes(max(bounds))} are counted in its place"
-        )
-    return words
+def _profile_of(traced: Traced, table: Mapping[str, int | None]) -> Profile:
+    scratch = [table.get(str(signature)) for signature in traced.signatures]
+    ledger = with_scratch(traced.ledger, traced.moments, table)
+    return Profile(
+        task=traced.task,
+        settings=traced.settings,
+        ledger=ledger,
+        peak=ledger.peak(),
+        flops=traced.flops,
+        unseen=traced.unseen + unmeasured(scratch),
+        signatures=traced.signatures,
+        uncalibrated=scratch.count(None),
+        scratch_bytes=sum(size or 0 for size in scratch),
+        nodes=traced.nodes,
+        leaves=traced.leaves,
+        is_recorded=traced.is_recorded,
+        flops_by_width=traced.flops_by_width,
+        draws=traced.draws,
+        sent_bytes=traced.sent_bytes,
+        repeated=traced.repeated,
+        traced=traced,
+    )

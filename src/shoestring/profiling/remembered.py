@@ -12,8 +12,15 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..fakes import fake_of, fake_on
+
 WRITES, VIEWS, MAKES = "writes", "views", "makes"
 _ODD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+_UNTOLD_VIEWS = {torch.ops.aten._unsafe_view.default}  # of their first argument, though their schema does not say so
+_UNTOLD_WRITES = {torch.ops.aten.bernoulli_.float}  # value by value
+_FACTORIES = {getattr(torch.ops.aten, name).default for name in ("zeros", "ones")} | {
+    torch.ops.aten.empty.memory_format
+}
 _forms: dict[tuple, tuple["_Form", ...] | None] = {}  # None: to be run each time
 
 
@@ -26,15 +33,13 @@ class _Form(NamedTuple):
     device: torch.device
     shift: int | None = None
 
-    def make(self, given: Tensor) -> Tensor:
+    def make(self, given: Sequence[Any]) -> Tensor:
+        if self.shift is not None:
+            place = given[0].storage_offset() + self.shift, self.shape, self.stride
+            return fake_on(given[0].fake_mode, self.device, given[0].untyped_storage(), self.dtype, *place)
         with torch._C._DisableTorchDispatch():
-            if self.shift is None:
-                meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-            else:
-                begin = given.storage_offset() + self.shift
-                meta = torch.empty(0, dtype=self.dtype, device="meta")
-                meta.set_(given.untyped_storage(), begin, self.shape, self.stride)
-        return FakeTensor(active_fake_mode(), meta, self.device)
+            meta = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+        return fake_of(given[0].fake_mode if given else active_fake_mode(), meta, self.device)
 
 
 def remembered(key: tuple, given: Sequence[Any], run: Callable[[], Any]) -> Any:
@@ -44,14 +49,16 @@ def remembered(key: tuple, given: Sequence[Any], run: Callable[[], Any]) -> Any:
     """
     func = key[0]
     kind = _kind(func)
-    if not kind or not given or not all(map(_is_plain, given)):
+    if not kind or not (given or func in _FACTORIES) or not all(map(_is_plain, given)):
         return run()
     if kind == WRITES:
         return given[0] if _alike(given) else run()
     key = (*key, *(tensor.fake_device for tensor in given), torch.get_default_dtype())
+    if func is torch.ops.aten.as_strided.default:  # its offset is not from the tensor's
+        key = (*key, given[0].storage_offset())
     forms = _forms.get(key)
     if forms is not None:
-        made = tuple(form.make(given[0]) for form in forms)
+        made = tuple(form.make(given) for form in forms)
         return made if len(func._schema.returns) > 1 else made[0]
     out = run()
     if key not in _forms:
@@ -72,8 +79,10 @@ def _kind(func: Any) -> str:
     aliased = [number for number, argument in enumerate(schema.arguments) if argument.alias_info is not None]
     if aliased == [0] and len(schema.returns) == 1:
         if schema.arguments[0].alias_info.is_write:
-            return WRITES if torch.Tag.pointwise in func.tags else ""
-        return VIEWS if func is not torch.ops.aten.as_strided.default else ""  # its offset is not from the tensor's
+            return WRITES if torch.Tag.pointwise in func.tags or func in _UNTOLD_WRITES else ""
+        return VIEWS
+    if func in _UNTOLD_VIEWS:
+        return VIEWS
     return MAKES if not aliased and schema.returns else ""
 
 
@@ -104,6 +113,6 @@ def _forms_of(out: Any, given: Sequence[Any], kind: str) -> tuple[_Form, ...] | 
     if kind == VIEWS:
         return forms if places == [given[0].untyped_storage()._cdata] else None
     old = {tensor.untyped_storage()._cdata for tensor in given}
-    sizes = [form.make(given[0]).untyped_storage().nbytes() for form in forms]
+    sizes = [form.make(given).untyped_storage().nbytes() for form in forms]
     own = len(set(places) - old) == len(made) and sizes == [one.untyped_storage().nbytes() for one in made]
     return forms if own else None

@@ -3,6 +3,7 @@
 import sys
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..ambient import Ambient
+from ..distributed import local
 from ..fakes import sparse_tensors
 from ..kernels.define import fake_call
 from ..kernels.flops import flops_of
@@ -21,6 +25,7 @@ from ..signature import Signature, output_key, signature_of
 from . import sizes
 from .choices import Choices, here, short
 from .remembered import remembered
+from .scratch import Moment, with_scratch
 from .values import Values
 
 _CATEGORY = {
@@ -39,14 +44,20 @@ class Tracer(TorchDispatchMode):
     def __init__(self, workspace: Mapping[str, int | None] | None = None, choices: Choices | None = None) -> None:
         super().__init__()
         self.values, self.choices = Values(), choices or Choices()
-        self.ledger = Ledger()
+        self.ledger = Ledger()  # without the scratch inside PyTorch's operators
+        self.moments: list[Moment] = []  # at which operators had that scratch
+        self.open_outputs: set[str] = set()  # keys of outputs whose size the table did not have
         self.phase = Phase.BUILD
         self.flops: dict[Phase, int] = dict.fromkeys(Phase, 0)
+        self.flops_by_width: Counter[int] = Counter()  # of convolutions' maps; 0 for other products
+        self.draws = 0  # of random numbers, in the passes
         self.unseen: dict[str, None] = {}
-        self.nodes = 0  # of autograd's graph
+        self.nodes = self.leaves = 0  # of autograd's graph
+        self.repeated = (0, 0)  # bytes born and calls of runs that a traced one stands for
+        self.sent_bytes = 0  # to other processes, for their shards
         self.workspace = workspace or {}
         self._draws = 0
-        self._calls: dict[Any, Signature] = {}  # distinct calls, in order of appearance
+        self.calls: dict[Any, Signature] = {}  # distinct calls, in order of appearance
         self._numbers: dict[int, int] = {}  # storage -> its number in the ledger
         self._watches: dict[int, weakref.ref] = {}
         self._paths: dict[int, str] = {}
@@ -56,7 +67,11 @@ class Tracer(TorchDispatchMode):
 
     @property
     def signatures(self) -> list[Signature]:
-        return list(dict.fromkeys(self._calls.values()))
+        return list(dict.fromkeys(self.calls.values()))
+
+    @property
+    def peak_bytes(self) -> int:
+        return with_scratch(self.ledger, self.moments, self.workspace).peak().bytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -68,6 +83,8 @@ class Tracer(TorchDispatchMode):
         self.phase = phase
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # what it does to this process's part comes here again
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # half of all calls: PyTorch asks a tensor for its device
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
@@ -75,23 +92,30 @@ class Tracer(TorchDispatchMode):
         module = self._current_module(phase)
         if func is torch.ops.aten.add.Tensor and phase == Phase.BACKWARD and _engine_adds_in_place(args[0]):
             func = torch.ops.aten.add_.Tensor
+        given = list(_tensors([args, kwargs.values()] if kwargs else args))
         try:
-            out, scratch = self._call(func, args, kwargs)
+            out, scratch, signature = self._call(func, args, kwargs, given)
         except DataDependentOutputException:
             return self._read(func, args)
         except DynamicOutputShapeException:
-            out, scratch = self._sized(func, args, kwargs), 0
-        for tensor in _tensors([args, list(kwargs.values())]):
+            out, scratch, signature = self._sized(func, args, kwargs), 0, None
+        for tensor in given:
             self.watch(tensor, Category.INPUT, "", "made outside the step", Phase.BUILD)
         for tensor in _tensors([out]):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
-        self.values.follow(func, args, kwargs, out)
-        self.flops[phase] += flops_of(func, args, kwargs, out)
+        self.values.follow(func, args, kwargs, given, out)
+        flops = Ambient.now().times * flops_of(func, args, kwargs, out)
+        self.flops[phase] += flops
+        if flops:
+            self.flops_by_width[_width(func, given)] += flops
         if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws += phase != Phase.UPDATE
             self._draws += 1  # a fake draws nothing, but whoever saves the generator's state must see that it advanced
             torch.default_generator.manual_seed(self._draws)
         if scratch:
-            self.ledger.death(self.ledger.birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
+            self.ledger.death(self._birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
+        if signature is not None:
+            self.moments.append(Moment(self.ledger.time, signature, module, func.__name__, phase))
         return out
 
     def _read(self, func: Any, args: tuple) -> Any:
@@ -117,17 +141,16 @@ class Tracer(TorchDispatchMode):
             self.unseen[f"the size of what {func} makes at {short(here())}: the most that it can be, {size:,}"] = None
         return out
 
-    def _call(self, func: Any, args: tuple, kwargs: dict) -> tuple[Any, int]:
-        """Runs the operator -> its result, and its scratch in bytes if that is known."""
+    def _call(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> tuple[Any, int, Signature | None]:
+        """Runs the operator on the given tensors -> its result, and its scratch: bytes, or what to look them up by."""
         if func.namespace == "shoestring":
-            return fake_call(func, args)
+            return *fake_call(func, args), None
         if func.namespace == "profiler":
-            return func(*args, **kwargs), 0
-        key = func, _key(args), _key(tuple(kwargs.items()))
+            return func(*args, **kwargs), 0, None
+        key = func, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
         signature = self._signature(key, args, kwargs)
-        given = list(_tensors([args, list(kwargs.values())]))
         out = remembered(key, given, lambda: sparse_tensors.run(func, args, kwargs))
-        return self._with_hidden_outputs(out, signature), self.workspace.get(str(signature)) or 0
+        return self._with_hidden_outputs(out, signature), 0, signature
 
     def _with_hidden_outputs(self, out: Any, signature: Signature) -> Any:
         """Gives outputs whose size only the library knows (oneDNN's LSTM workspace) the calibrated size."""
@@ -135,12 +158,13 @@ class Tracer(TorchDispatchMode):
             return out
         empty = [n for n, part in enumerate(out) if isinstance(part, Tensor) and part.numel() == 0]
         sizes = {n: self.workspace.get(output_key(signature, n)) for n in empty}
+        self.open_outputs |= {output_key(signature, n) for n, size in sizes.items() if size is None}
         return tuple(part.new_empty(size) if (size := sizes.get(n)) else part for n, part in enumerate(out))
 
     def _signature(self, key: tuple, args: tuple, kwargs: dict) -> Signature:
-        if key not in self._calls:
-            self._calls[key] = signature_of(key[0], args, kwargs)
-        return self._calls[key]
+        if key not in self.calls:
+            self.calls[key] = signature_of(key[0], args, kwargs)
+        return self.calls[key]
 
     # -- storages -------------------------------------------------------------------------------------------
     def watch(self, tensor: Tensor, category: Category, module: str, operation: str, phase: Phase) -> None:
@@ -149,10 +173,16 @@ class Tracer(TorchDispatchMode):
             key, size = storage._cdata, storage.nbytes()
             number = self._numbers.get(key)
             if number is None:
-                self._numbers[key] = self.ledger.birth(size, category, module, operation, phase)
+                self._numbers[key] = self._birth(size, category, module, operation, phase)
                 self._watches[key] = weakref.ref(storage, self._at_death(key))
             elif self.ledger.entries[number].bytes != size:
                 self._numbers[key] = self.ledger.resize(number, size)
+
+    def _birth(self, size: int, *what: Any) -> int:
+        if more := Ambient.now().times - 1:
+            born, calls = self.repeated
+            self.repeated = born + more * size, calls + more
+        return self.ledger.birth(size, *what)
 
     def _at_death(self, key: int) -> Any:
         def forget(_: Any) -> None:
@@ -161,6 +191,10 @@ class Tracer(TorchDispatchMode):
             self.values.forget(key)
 
         return forget
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of a dense tensor's storage in the ledger."""
+        return self._numbers.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
 
     def claim(self, tensor: Tensor, category: Category, module: str, operation: str = "") -> None:
         """Sets the category of the tensor's storage (a gradient, say) for its whole life; a bucket stays one."""
@@ -251,6 +285,13 @@ def _engine_adds_in_place(gradient: Tensor) -> bool:
     return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == (4, 2)
 
 
+def _width(func: Any, given: list[Tensor]) -> int:
+    """The width of the map that a convolution reads; 0 for other operators."""
+    if "conv" not in func.__name__:
+        return 0
+    return max((tensor.shape[-1] for tensor in given if tensor.dim() == 4), default=0)
+
+
 def home(path: str) -> str:
     """A parameter's path -> its module's."""
     return path.rpartition(".")[0]
@@ -279,7 +320,8 @@ def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """A tensor -> the dense tensors that hold its data."""
+    """A tensor -> the dense tensors that hold its data, in this process."""
+    tensor = local(tensor)
     if tensor.layout == torch.strided:
         return [tensor]
     if tensor.layout == torch.sparse_coo:

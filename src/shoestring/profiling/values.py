@@ -6,6 +6,7 @@ random number has two: the smallest and the largest that can be drawn.
 """
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class Values:
             return (tensor.constant,)
         return self._views(tensor, self._held.get(_key(tensor)))
 
-    def follow(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """Runs an operator that was called on fakes on their values too, or drops the values that it wrote to."""
-        if func.is_view:
+    def follow(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor], out: Any) -> None:
+        """Runs an operator that was called on fakes, `given` among its arguments, on their values too, or drops the
+        values that it wrote to."""
+        if func.is_view or not (_draws(func) or self._is_concerned(func, given)):
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
         outs = list(_tensors([out]))
@@ -59,6 +61,16 @@ class Values:
         elif not self._run(func, args, kwargs, outs, written):
             for key in written:
                 self.forget(key)
+
+    def _is_concerned(self, func: Any, given: list[Tensor]) -> bool:
+        """Whether a call has known values only, or may write into some; of most calls neither is true, and quickly."""
+        may_be_known = [
+            type(tensor) is not FakeTensor or tensor.constant is not None or self._is_held(tensor) for tensor in given
+        ]
+        return all(may_be_known) or (func._schema.is_mutable and any(may_be_known))
+
+    def _is_held(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and _key(tensor) in self._held  # a sparse tensor has no storage
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> list[Any] | None:
         """An operator and its arguments -> its result for their values; None if some are not known."""
@@ -88,7 +100,7 @@ class Values:
             self._held[_key(fake)] = storages
 
     def _run(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor], written: list[int]) -> bool:
-        if torch.Tag.nondeterministic_seeded in func.tags or any(out.numel() > LIMIT for out in outs):
+        if _draws(func) or any(out.numel() > LIMIT for out in outs):
             return False
         if func.namespace != "aten" or (not written and not outs):
             return False
@@ -129,6 +141,11 @@ class Values:
         with no_dispatch():
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             return tuple(torch.empty(0, dtype=tensor.dtype).set_(storage, *place) for storage in held)
+
+
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _extremes(func: Any, args: tuple, kwargs: dict) -> tuple[float, float] | None:

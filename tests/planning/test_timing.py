@@ -1,0 +1,48 @@
+"""The predicted time of a step follows its kernels, the widths of its maps, and whether its passes are taped."""
+
+import pytest
+
+import zoo
+from shoestring import builtin
+from shoestring.planning.search import Search
+from shoestring.planning.timing import Work, seconds_of, taped_share
+from shoestring.rates import Rates
+
+SPEEDS = {"plain 32": 100.0, "lean 32": 200.0, "lean 4": 10.0, "plain 0": 50.0, "lean 0": 25.0}
+RATES = Rates(100, 80, 1e18, 1e-18, speeds=SPEEDS)  # nothing but FLOPs takes time
+
+
+def work(width: int, **more: object) -> Work:
+    return Work({width: 1000.0}, 0, 0, 0, **more)
+
+
+def test_a_product_takes_the_time_of_its_kernel_on_maps_of_its_width():
+    assert seconds_of(work(32), RATES) == 10
+    assert seconds_of(work(28), RATES, lean=True) == 5  # 32 is the nearest
+    assert seconds_of(work(7), RATES, lean=True) == 100
+    assert seconds_of(work(7), RATES) == 10
+    assert seconds_of(work(0), RATES, lean=True) == 20  # PyTorch's, in 32 bits
+    assert seconds_of(work(0, narrow=True), RATES, lean=True) == 40
+    assert seconds_of(work(32), RATES, density=0.5) == pytest.approx(500 / 80)  # unknown: the overall rate
+
+
+@pytest.mark.parametrize("pieces, share", [(1, 1.0), (2, 0.0), (4, 0.75), (25, 0.96)])
+def test_passes_of_one_form_run_from_a_tape(pieces, share):
+    assert taped_share(pieces) == share
+
+
+def test_many_small_microbatches_take_less_time_from_a_tape():
+    busy = Work({}, 0, 100, 0)
+    calls = Rates(1, 1, 1e18, 1e-3)
+    assert seconds_of(busy._replace(static=True), calls, 10, lean=True) < 0.6 * seconds_of(busy, calls, 10, lean=True)
+
+
+def test_a_trace_knows_widths_and_whether_a_tape_is_possible():
+    search = Search(builtin("wrn-10-1", batch=4), 0, RATES)
+    plain = search.traces.base(())
+    assert set(plain.work.flops) == {0, 8, 16, 32} and plain.work.static
+    assert sum(plain.work.flops.values()) == sum(search.traces.of(()).flops[p] for p in ("forward", "backward"))
+    assert not search.traces.base((("activations", "offload"),)).work.static
+    assert (
+        not Search(zoo.gpt(), 0, RATES).traces.base(()).work.static
+    )  # nobody promised that it does the same each time
