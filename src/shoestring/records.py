@@ -1,14 +1,29 @@
-"""JSON files of ours as dataclasses: every field is checked by its declared type before anything uses it."""
+"""JSON files of ours as dataclasses: every field is checked by its declared type before anything uses it.
 
+A sealed file ends with the SHA-256 of the rest: it shows that no byte has changed, not who wrote it.
+"""
+
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-MOST_CHARACTERS = 64 * 2**20  # of a file; a record is a few thousand
+MOST_CHARACTERS = 16 * 2**20  # of a file; a record is a few thousand
 MOST_NUMBER = 2**63
+
+
+def file_bytes(path: Path) -> bytes:
+    """The content of a file that somebody else may have put there: opening a pipe would wait for ever, and a device
+    never ends. ValueError if it is no regular file, or a large one."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    if (size := path.stat().st_size) > MOST_CHARACTERS:
+        raise ValueError(f"it has {size:,} bytes, and at most {MOST_CHARACTERS:,} are read")
+    return path.read_bytes()
 
 
 def read_object(text: str | bytes) -> dict[str, Any]:
@@ -24,6 +39,31 @@ def read_object(text: str | bytes) -> dict[str, Any]:
     return record
 
 
+def seal(record: Mapping[str, Any]) -> bytes:
+    """A record -> JSON with the SHA-256 of the rest as its last entry, so that any changed byte is detected."""
+    digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
+    return json.dumps({**record, "sha256": digest}, indent=1).encode()
+
+
+def unseal(data: bytes) -> dict[str, Any]:
+    """The output of `seal` -> the record; ValueError if a byte has changed."""
+    record, is_sealed = read_sealed(data)
+    if not is_sealed:
+        raise ValueError("it has no checksum")
+    return record
+
+
+def read_sealed(data: bytes) -> tuple[dict[str, Any], bool]:
+    """A file of ours -> the record, and whether it was sealed; ValueError if a byte has changed since."""
+    record = read_object(data)
+    if "sha256" not in record:
+        return record, False
+    del record["sha256"]
+    if seal(record) != data:
+        raise ValueError("its checksum does not match; if you changed it yourself, take out its line sha256")
+    return record, True
+
+
 def checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass that a record has, lists as tuples where they are declared so; ValueError names the
     first key whose value is of another type."""
@@ -31,7 +71,10 @@ def checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for name in (field.name for field in fields(cls) if field.name in record):
         if not matches(record[name], hints[name]):
-            raise ValueError(f"{name} is {_named(record[name])}, not {_declared(hints[name])}")
+            wanted = "a number that a file of ours holds" if hints[name] is Any else _declared(hints[name])
+            raise ValueError(f"{name} is {_named(record[name])}, not {wanted}")
+        if name.endswith("_bytes") and isinstance(record[name], int) and record[name] < 0:
+            raise ValueError(f"{name} is {record[name]:,}, and bytes are counted from 0 on")
         found[name] = tuple(record[name]) if get_origin(hints[name]) is tuple else record[name]
     return found
 

@@ -3,15 +3,19 @@
 import gzip
 import os
 import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from layouts import cifar_pickle, labels, pictures
 
+from shoestring.ambient import Ambient
 from shoestring.data import idx, pickles
 from shoestring.data.files import map_file, need_file
-from shoestring.data.folders import open_folders
+from shoestring.data.folders import Room, open_folders
 from shoestring.data.idx import read_idx
 from shoestring.data.images import open_images
 from shoestring.data.pairs import Lines
@@ -177,7 +181,7 @@ def test_an_image_of_more_pixels_than_memory_should_hold_is_not_decoded(tmp_path
     assert "10000 x 7000 pixels" in in_time(train.read, np.array([0]))
 
 
-def test_an_image_that_cannot_be_decoded_smaller_is_held_to_50_megabytes(tmp_path):
+def test_an_image_that_cannot_be_decoded_smaller_is_held_to_67_megabytes(tmp_path):
     """Of a PNG every pixel is decoded, of a JPEG no more than the crop needs."""
     image = pytest.importorskip("PIL.Image").new("L", (5000, 5000))
     for ending in ("png", "jpg"):
@@ -194,3 +198,38 @@ def test_an_image_of_a_format_that_starts_other_programs_is_not_opened(tmp_path)
     image.new("RGB", (8, 8)).save(tmp_path / "train" / "cat" / "a.png", format="EPS")
     train, _ = open_folders(tmp_path, 8)
     assert "cannot be decoded" in in_time(train.read, np.array([0]))
+
+
+def test_within_a_budget_images_are_decoded_in_the_room_that_it_leaves(tmp_path):
+    """A PNG of 400 x 500 pixels takes 0.8 MB decoded, one in grey twice that; of four threads as many run as fit."""
+    image = image_folder(tmp_path)
+    for number in range(8):
+        image.new("RGB", (400, 500)).save(tmp_path / "train" / "cat" / f"{number}.png")
+    train, _ = open_folders(tmp_path, 8)
+    indices, batch = np.arange(len(train)), 3 * 8 * 8 * len(train)
+    with Ambient.during(room=None):
+        free = train.read(indices)[0]
+    with Ambient.during(room=lambda: batch + 800_000):
+        assert torch.equal(train.read(indices)[0], free)
+    with Ambient.during(room=lambda: batch + 799_990):
+        told = in_time(train.read, indices)
+    assert "it takes 800.0 KB decoded, and the budget leaves 800.0 KB" in told
+
+
+def test_threads_share_the_room_for_decoding():
+    room, most, lock = Room(100), [0, 0], threading.Lock()
+
+    def use(size):
+        with room.taken(size):
+            with lock:
+                most[0] += size
+                most[1] = max(most)
+            time.sleep(0.001)
+            with lock:
+                most[0] -= size
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, [40, 60, 100, 10, 30] * 8))
+    assert 60 < most[1] <= 100 and room.taken_bytes == 0
+    with pytest.raises(ValueError, match="takes 101 B decoded, and the budget leaves 100 B"), room.taken(101):
+        pass

@@ -20,7 +20,7 @@ from layouts import (
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shoestring
-from shoestring.data import Augment, ImageBatches, on_images, open_images
+from shoestring.data import Augment, ImageBatches, folders, on_images, open_images
 from shoestring.data.cifar import CLASSES
 from shoestring.data.pickles import read_pickle
 from shoestring.errors import ShoestringError
@@ -65,6 +65,13 @@ def test_image_folders_are_decoded_and_labelled_by_folder(tmp_path):
     assert numbers.tolist() == [0, 0, 0, 1, 1, 1]
     assert read[:, 0].float().mean((1, 2)).tolist() == [0, 0, 0, 250, 250, 250]
     assert read[:, 1, 0, 0].tolist() == [0, 20, 40] * 2
+
+
+def test_image_folders_are_resized_to_what_is_asked_for_or_to_the_models_own_side(tmp_path):
+    folder = write_image_folder(tmp_path)
+    assert open_images(folder).shape == (3, 224, 224)
+    assert open_images(folder, resized=32).shape == (3, 32, 32)
+    assert open_images(folder, size=16, resized=32).shape == (3, 16, 16)
 
 
 def test_random_parts_of_an_image_depend_on_its_key_alone(tmp_path):
@@ -354,3 +361,36 @@ def test_no_byte_of_a_python_file_can_be_cut_off_unnoticed(tmp_path):
         path.write_bytes(whole[:length])
         with pytest.raises(ShoestringError):
             read_pickle(path)
+
+
+@pytest.mark.parametrize("write", [write_cifar_binary, write_cifar_python, write_idx])
+def test_a_fingerprint_tells_images_apart_that_differ_in_one_bit(tmp_path, write):
+    folder = write(tmp_path / "data", 70)
+    before = open_images(folder).train.fingerprint()
+    assert open_images(folder).train.fingerprint() == before
+    for path in sorted(folder.glob("*batch_3*")) or sorted(folder.glob("train-images*")):
+        for place in (-10_000, -20_001, -30_002):  # bytes of different pictures
+            flip(path, place)
+            assert open_images(folder).train.fingerprint() != before
+            flip(path, place)
+    assert open_images(folder).train.fingerprint() == before
+
+
+@pytest.mark.parametrize("whole", [2**30, 0], ids=["every byte", "both ends of each file"])
+def test_a_fingerprint_tells_image_folders_apart_by_every_file(tmp_path, monkeypatch, whole):
+    monkeypatch.setattr(folders, "_MOST_WHOLE", whole)
+    folder = write_image_folder(tmp_path / "data", 40)
+    before = open_images(folder).train.fingerprint()
+    assert open_images(folder).train.fingerprint() == before
+    for path in sorted((folder / "train").glob("*/*7.png")):
+        flip(path, -20)
+        assert open_images(folder).train.fingerprint() != before
+        flip(path, -20)
+    (folder / "train" / "cat" / "39.png").rename(folder / "train" / "cat" / "x.png")
+    assert open_images(folder).train.fingerprint() != before
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(bytes(content))

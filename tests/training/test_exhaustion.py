@@ -8,9 +8,12 @@ import warnings
 import pytest
 import torch
 
-from shoestring import Plan, Task, apply, train
+from shoestring import Plan, Task, apply, exhaustion, train
 from shoestring.errors import OutOfMemory, OverBudget
 from shoestring.exhaustion import asked_bytes, is_exhaustion, out_of_memory
+from shoestring.limits import Room
+from shoestring.training.evaluate import mean_loss
+from shoestring.training.resumable import as_data
 
 REAL = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
@@ -156,3 +159,36 @@ def test_under_a_real_limit_without_replan_the_reason_is_one_line(tmp_path):
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 1 and "OutOfMemory: out of memory in update 1, which asked for" in last
     assert "RLIMIT_DATA" in last
+
+
+def test_an_evaluation_for_which_there_is_no_memory_is_made_in_smaller_microbatches_too():
+    """It is due after the third update; of the microbatches that were evaluated in the end none is too large."""
+    loss = Limited(64)
+    task = a_task(loss)
+
+    def then_less(event):
+        if getattr(event, "update", 0) == 3:
+            loss.most = 16
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        record = train(
+            task, [task.batch] * 3, epochs=2, replan=True, listeners=[then_less],
+            evaluation=mean_loss(task, as_data([task.batch], 0)),
+        )  # fmt: skip
+    assert record.updates == 6 and record.settings["techniques"]["microbatch"] <= 16
+    assert [update for update, _ in record.out_of_memory] == [3, 3] and not record.over_budget
+    assert "out of memory in the evaluation after update 3" in str(told[0].message)
+    assert [size for size in loss.calls if size > 16] == [64] * 4 + [32]
+    loss.most = 64
+    assert record.quality == pytest.approx(task.loss(task.model, task.batch).item(), rel=1e-5)
+
+
+def test_a_primitive_that_could_not_be_made_is_exhaustion_only_where_little_is_left(monkeypatch):
+    """oneDNN says no more than that, whatever the reason."""
+    error = RuntimeError("could not create a primitive")
+    monkeypatch.setattr(exhaustion, "room", lambda: Room(2**20, "a limit"))
+    assert is_exhaustion(error)
+    assert not is_exhaustion(RuntimeError("could not create a primitive descriptor for a convolution"))
+    monkeypatch.setattr(exhaustion, "room", lambda: Room(2**40, "the memory"))
+    assert not is_exhaustion(error)

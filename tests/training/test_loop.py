@@ -499,7 +499,7 @@ def test_other_batches_of_the_same_number_are_noticed_by_a_resumed_run(tmp_path)
     batches = [Noise().read(0, number) for number in range(3)]
     train(task(), batches, epochs=1, run=tmp_path / "run")
     train(task(), [*batches], epochs=2, run=tmp_path / "run", resume=True)
-    others = [(images + 1, labels) for images, labels in batches]
+    others = [batches[0], (batches[1][0] + 1, batches[1][1]), batches[2]]
     with pytest.raises(ShoestringError, match="its data have changed"):
         train(task(), others, epochs=3, run=tmp_path / "run", resume=True)
 

@@ -8,7 +8,7 @@ from shoestring.reporting import run_progress as module
 from shoestring.reporting.run_progress import run_progress
 from shoestring.reporting.run_words import plan_words, summary
 from shoestring.runs.record import RunRecord
-from shoestring.training.events import Evaluated, Evaluating, Updated
+from shoestring.training.events import Evaluated, Evaluating, Replanned, Updated
 
 
 class Terminal(io.StringIO):
@@ -20,6 +20,12 @@ def update(number, peak_bytes=6_900_000):
     return Updated(number, 100, 1 + number // 50, 2, 1.25, 0.1, peak_bytes)
 
 
+def terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    return Terminal()
+
+
 def test_elsewhere_than_on_a_terminal_progress_is_plain_lines(monkeypatch):
     monkeypatch.setattr(module.time, "monotonic", iter(range(0, 1000, 2)).__next__)
     file = io.StringIO()
@@ -28,20 +34,37 @@ def test_elsewhere_than_on_a_terminal_progress_is_plain_lines(monkeypatch):
             listener(update(number))
         listener(Evaluated(7, 1, "accuracy", 61.5, True))
     first, last = file.getvalue().splitlines()  # one after ten seconds, one at the evaluation
-    assert first == "epoch 1/2  update 6/100  loss 1.25  lr 0.1  memory 6.900 MB of 7.000 MB  3m 08s left"
+    assert first == "epoch 1/2  update 6/100  loss 1.25  memory 6.900 MB of 7.000 MB  lr 0.1  3m 08s left"
     assert "accuracy 61.5% (best)" in last and "\x1b" not in file.getvalue()
 
 
 def test_on_a_terminal_progress_is_a_bar_with_loss_quality_memory_and_time(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setenv("TERM", "xterm")
-    file = Terminal()
+    file = terminal(monkeypatch, columns=150)
     with run_progress(file, 7_000_000) as listener:
         listener(Evaluated(0, 1, "accuracy", 61.5, False))
         for number in range(1, 60):
             listener(update(number))
     for words in ("epoch 2/2", "59/100", "loss 1.25", "accuracy 61.5", "memory 6.900 MB of 7.000 MB"):
         assert words in file.getvalue()
+
+
+def test_on_a_narrow_terminal_epoch_count_and_time_stay_whole_and_memory_goes_before_the_rate(monkeypatch):
+    file = terminal(monkeypatch, columns=110)
+    with run_progress(file, 7_000_000) as listener:
+        listener(Evaluated(0, 1, "accuracy", 61.5, True))
+        for number in range(1, 60):
+            listener(Updated(number, 100, 1 + number // 50, 2, 1.25, 0.0008, 6_900_000, 0.04, "", 65536.0))
+    last = file.getvalue().split("\r")[-1]
+    for words in ("epoch 2/2", "59/100", "loss 1.25  accuracy 61.5% (best)  memory 6.900 MB of 7.000 MB"):
+        assert words in last
+
+
+def test_a_replanned_run_says_so_above_the_bar(monkeypatch):
+    file = terminal(monkeypatch, columns=110)
+    with run_progress(file, 7_000_000) as listener:
+        listener(update(1))
+        listener(Replanned(1, 7_100_000, {"microbatch": 5}))
+    assert "a step needs 7.100 MB: continuing from update 1 with microbatch 5" in file.getvalue()
 
 
 def test_memory_that_was_not_measured_is_not_told():
@@ -85,6 +108,8 @@ def record(**changes):
     ({"measured_peak_bytes": 800, "skipped": 9}, "the loss scale skipped the updates"),
     ({"measured_peak_bytes": 800}, "no batch that was measured was as large as the one planned for"),
     ({"over_budget": [[2, 2100]]}, "over the budget of 2.000 KB once, after update 2: 2.100 KB"),
+    ({"out_of_memory": [[2, 1900], [3, 900]], "budget_bytes": None},
+     "replanned; the system had less than a step needs 2 times, after update 2: 1.900 KB, after update 3: 900 B"),
 ])  # fmt: skip
 def test_the_summary_says_the_whole_truth_about_memory(changes, words):
     (line,) = [line for line in summary(record(**changes)) if line.startswith("memory")]

@@ -11,8 +11,9 @@ from torch import nn
 
 from shoestring.errors import DamagedSave, ShoestringError
 from shoestring.measuring import measure_allocator
+from shoestring.records import seal, unseal
 from shoestring.runs import save as module
-from shoestring.runs.save import NotSaved, Saves, load_weights, seal, unseal
+from shoestring.runs.save import NotSaved, Saves, load_weights
 from shoestring.runs.state import ModelState
 
 

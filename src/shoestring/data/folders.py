@@ -1,18 +1,24 @@
 """Image folders in ImageNet's layout, train/CLASS/*.jpg and val/CLASS/*.jpg, decoded by Pillow when read."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Condition
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..ambient import Ambient
 from ..errors import ShoestringError, how_to_install
+from ..units import format_bytes
 from .draws import mix
 from .files import Rows, need_file
+from .splits import WHOLE
 
 # ImageNet's training set's, as published.
 MEAN = (0.485, 0.456, 0.406)
@@ -20,7 +26,10 @@ STD = (0.229, 0.224, 0.225)
 _ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 _FORMATS = ("JPEG", "PNG", "BMP", "WEBP")  # whatever the name says: Pillow runs programs for some other formats
 _MOST_PIXELS = 2**26  # in one file
-_MOST_DECODED = 2**24  # pixels that are decoded of it: 50 MB; of a JPEG, no more than the crop needs
+_RGB = 4  # bytes in which Pillow holds a pixel
+_MOST_DECODED = 2**24  # pixels that are decoded of it: 67 MB; of a JPEG, no more than the crop needs
+_MOST_WHOLE = 2**30  # bytes of a split that are read to tell it from others; of a larger one, the ends of its files
+_END = 2**12
 _TEST_NAMES = ("val", "validation", "test")
 
 
@@ -28,7 +37,8 @@ _TEST_NAMES = ("val", "validation", "test")
 class FolderSplit:
     """Images of `size` x `size` from one folder per class. Their names are in a mapped file, not in memory.
 
-    Besides the batch, a read takes the memory of one decoded image per thread of torch.
+    Besides the batch, a read takes the memory of one decoded image per thread of torch; within a budget, of as many at
+    once as it leaves room for.
     """
 
     folder: Path
@@ -46,13 +56,27 @@ class FolderSplit:
     def label(self, index: int) -> int:
         return int(np.searchsorted(self.class_ends, index, side="right"))
 
+    def fingerprint(self) -> str:
+        """A digest of every file: of its name, size and bytes; of large sets, of both ends of each file only."""
+        paths = [self.path(index) for index in range(len(self))]
+        sizes = [path.stat().st_size for path in paths]
+        most = 2 * _END if sum(sizes) > _MOST_WHOLE else None
+        digest = hashlib.sha256()
+        for path, size in zip(paths, sizes, strict=True):
+            digest.update(f"{path.parent.name}/{path.name} {size} ".encode("utf-8", "surrogateescape"))
+            for chunk in _chunks(path, size, most):
+                digest.update(chunk)
+        return WHOLE + digest.hexdigest()[:16]
+
     def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Indices -> images and labels: a random crop of each image with `keys`, its centre without."""
         images = torch.empty((len(indices), 3, self.size, self.size), dtype=torch.uint8)
+        left = Ambient.now().room
+        room = Room(None if left is None else left() - images.nbytes)
 
         def decode(place: int) -> None:
             key = None if keys is None else int(keys[place])
-            images[place] = torch.from_numpy(_decode(self.path(indices[place]), self.size, key))
+            images[place] = torch.from_numpy(_decode(self.path(indices[place]), self.size, key, room))
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(decode, range(len(indices))))
@@ -87,6 +111,18 @@ def _split(folder: Path, classes: tuple[str, ...], size: int) -> FolderSplit:
     return FolderSplit(folder, classes, size, np.cumsum(counts), rows)
 
 
+def _chunks(path: Path, size: int, most: int | None) -> Iterator[bytes]:
+    """The bytes of a file, or, of one with over `most`, those of both its ends."""
+    with path.open("rb") as file:
+        if most is None or size <= most:
+            while chunk := file.read(1 << 16):
+                yield chunk
+        else:
+            yield file.read(most // 2)
+            file.seek(-(most // 2), os.SEEK_END)
+            yield file.read(most // 2)
+
+
 def _images(folder: Path) -> list[str]:
     entries = sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else []
     files = [entry.name for entry in entries]
@@ -102,7 +138,30 @@ def _images(folder: Path) -> list[str]:
     return images
 
 
-def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
+class Room:
+    """The bytes that threads may take together; None: any number."""
+
+    def __init__(self, most_bytes: int | None) -> None:
+        self.most_bytes, self.taken_bytes, self.freed = most_bytes, 0, Condition()
+
+    @contextmanager
+    def taken(self, size: int) -> Iterator[None]:
+        """Waits until others have left enough; ValueError says that there will never be."""
+        if self.most_bytes is not None and size > self.most_bytes:
+            left = format_bytes(max(0, self.most_bytes))
+            raise ValueError(f"it takes {format_bytes(size)} decoded, and the budget leaves {left}")
+        with self.freed:
+            self.freed.wait_for(lambda: self.most_bytes is None or self.taken_bytes + size <= self.most_bytes)
+            self.taken_bytes += size
+        try:
+            yield
+        finally:
+            with self.freed:
+                self.taken_bytes -= size
+                self.freed.notify_all()
+
+
+def _decode(path: Path, size: int, key: int | None, room: Room) -> np.ndarray:
     """An image file -> a crop of it, resized to uint8 (3, size, size)."""
     try:
         from PIL import Image
@@ -123,7 +182,11 @@ def _decode(path: Path, size: int, key: int | None) -> np.ndarray:
                 raise ValueError(f"{width} x {height} pixels decoded at once, and {_MOST_DECODED:,} is the limit")
             across, down = image.size[0] / width, image.size[1] / height
             box = (left * across, top * down, right * across, bottom * down)
-            small = image.convert("RGB").resize((size, size), Image.Resampling.BILINEAR, box=box)
+            with room.taken(image.size[0] * image.size[1] * (_RGB if image.mode == "RGB" else 2 * _RGB)):
+                whole = image if image.mode == "RGB" else image.convert("RGB")  # which copies, whatever it is
+                small = whole.resize((size, size), Image.Resampling.BILINEAR, box=box)
+                del whole
+                image.close()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ShoestringError(f"{path} cannot be decoded ({error}): replace or remove it") from error
     return np.array(small).transpose(2, 0, 1)

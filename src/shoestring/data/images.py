@@ -1,6 +1,5 @@
 """`open_images(folder)`: an image data set in any of the usual layouts, streamed from its files."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,8 +51,8 @@ class ImageBatches:
             )
 
     def fingerprint(self) -> str:
-        """What the images are, as far as a sample of them shows it: a resumed run compares it."""
-        return sampled_digest(self.split)
+        """What the images are, all of them: a resumed run compares it."""
+        return self.split.fingerprint()
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.split), self.size)
@@ -71,23 +70,13 @@ class ImageBatches:
         return *self.split.read(indices, keys), self.augment.draw(keys)
 
 
-SAMPLED = 64  # images by which a data set is recognised
-
-
-def sampled_digest(split: Split) -> str:
-    """A split -> a digest of its length and of some of its images and labels, evenly spaced."""
-    digest = hashlib.sha256(str(len(split)).encode())
-    for index in np.unique(np.linspace(0, len(split) - 1, SAMPLED).astype(np.int64)):
-        images, labels = split.read(np.array([index]))
-        digest.update(images.numpy().tobytes() + labels.numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def open_images(folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None) -> Images:
+def open_images(
+    folder: str | Path | None = None, *, channels: int | None = None, size: int | None = None, resized: int = 224
+) -> Images:
     """A folder -> its images: CIFAR-10 (binary or python), MNIST's IDX, or train/CLASS/*.jpg; None: embedded.
 
     `channels=3` repeats a grey channel. `size` is the side of the images: smaller ones get a black border (IDX: 32 by
-    default), those of image folders are resized (224 by default).
+    default), those of image folders are resized (by default to `resized`).
     """
     if folder is None:
         return _idx(EMBEDDED, channels, size)
@@ -96,7 +85,7 @@ def open_images(folder: str | Path | None = None, *, channels: int | None = None
         reason = "is a file: unpack it" if where.exists() else "does not exist: check the path"
         raise ShoestringError(f"the data folder {where} {reason}")
     for place in (where, *(where / name for name in _INSIDE)):
-        if (images := _open(place, channels, size)) is not None:
+        if (images := _open(place, channels, size, resized)) is not None:
             return images
     raise ShoestringError(
         f"{where} has no known image layout: it needs data_batch_1.bin or data_batch_1 (CIFAR-10), "
@@ -104,7 +93,7 @@ def open_images(folder: str | Path | None = None, *, channels: int | None = None
     )
 
 
-def _open(folder: Path, channels: int | None, size: int | None) -> Images | None:
+def _open(folder: Path, channels: int | None, size: int | None, resized: int) -> Images | None:
     if any(folder.glob("data_batch_?.bin")):
         return _cifar(cifar.open_binary(folder), channels, size)
     if any(folder.glob("data_batch_?")):
@@ -112,7 +101,7 @@ def _open(folder: Path, channels: int | None, size: int | None) -> Images | None
     if idx.has_idx(folder):
         return _idx(folder, channels, size)
     if (folder / "train").is_dir():
-        shape = _shape((3, 1, 1), channels, size or 224)
+        shape = _shape((3, 1, 1), channels, size or resized)
         train, test = folders.open_folders(folder, shape[1])
         return Images(train, test, train.classes, folders.MEAN, folders.STD, shape)
     return None

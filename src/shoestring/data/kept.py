@@ -4,11 +4,11 @@ A run holds them, so that it can translate, be evaluated and go on wherever it i
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from ..errors import DamagedSave, ShoestringError
+from ..records import file_bytes, read_object, seal, unseal
 from .files import Rows
 from .vocabulary import BytePairs, Languages, Vocabulary
 
@@ -24,12 +24,12 @@ def keep_languages(folder: Path, languages: Languages) -> None:
     if isinstance(languages.split, BytePairs):
         files[ENCODING] = languages.split.model
     index: dict[str, Any] = {"names": languages.names, "mark": languages.source.mark}
-    index["sha256"] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    index["files"] = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, data in files.items():
             (folder / name).write_bytes(data)
-        (folder / INDEX).write_text(json.dumps(index, indent=2))
+        (folder / INDEX).write_bytes(seal(index))
     except OSError as error:
         raise ShoestringError(f"{folder} cannot be written: {error.strerror}; choose another folder") from error
 
@@ -39,8 +39,8 @@ def kept_languages(folder: Path) -> Languages | None:
     if not (folder / INDEX).is_file():
         return None
     try:
-        index = json.loads((folder / INDEX).read_bytes())
-        sums, mark, (one, other) = index["sha256"], index["mark"], index["names"]
+        index = _index(file_bytes(folder / INDEX))
+        sums, mark, (one, other) = index["files"], index["mark"], index["names"]
         files = {name: _checked(folder / name, sums[name]) for name in (*SIDES, ENCODING) if name in sums}
         source, target = (Vocabulary(Rows.of_texts(_lines(files[name])), mark) for name in SIDES)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -49,8 +49,14 @@ def kept_languages(folder: Path) -> Languages | None:
     return Languages(source, target, (one, other), split)
 
 
+def _index(data: bytes) -> dict[str, Any]:
+    """The sealed index; earlier versions wrote the checksums of the files under sha256, and none of the index."""
+    record = read_object(data)
+    return record | {"files": record["sha256"]} if isinstance(record.get("sha256"), dict) else unseal(data)
+
+
 def _checked(path: Path, wanted: str) -> bytes:
-    data = path.read_bytes()
+    data = file_bytes(path)
     if hashlib.sha256(data).hexdigest() != wanted:
         raise ValueError(f"the SHA-256 of {path.name} is not that of what was written")
     return data

@@ -3,6 +3,7 @@
 `Split` is the protocol; `MappedSplit` reads images that are stored in files as plain bytes.
 """
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from .draws import shuffled
 
+# Before a fingerprint of all the content: earlier versions looked at a sample, which cannot be compared with it.
+WHOLE = "whole-"
+
 
 class Split(Protocol):
     """The source of batches. `keys`, one 64-bit number per image, determine any randomness of decoding."""
@@ -20,6 +24,10 @@ class Split(Protocol):
 
     def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         """Indices -> uint8 images (n, channels, height, width) and int64 labels (n)."""
+        ...
+
+    def fingerprint(self) -> str:
+        """A digest of the whole content, however it is stored."""
         ...
 
 
@@ -54,6 +62,15 @@ class MappedSplit:
             middle[place], numbers[place] = part.images[row], part.labels[row]
         return images, labels
 
+    def fingerprint(self) -> str:
+        """A digest of every pixel and label, a few images at a time."""
+        digest = hashlib.sha256(f"{len(self)} {self.shape}".encode())
+        for part in self.parts:
+            for start in range(0, len(part.labels), 256):
+                for stored in (part.images, part.labels):
+                    digest.update(np.ascontiguousarray(stored[start : start + 256]).data)
+        return WHOLE + digest.hexdigest()[:16]
+
     def _middle(self, images: np.ndarray) -> np.ndarray:
         height, width = self.parts[0].images.shape[2:]
         top, left = (self.shape[1] - height) // 2, (self.shape[2] - width) // 2
@@ -72,6 +89,10 @@ class Picked:
 
     def read(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
         return self.split.read(self.places[indices], keys)
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256(self.split.fingerprint().encode() + self.places.tobytes())
+        return WHOLE + digest.hexdigest()[:16]
 
 
 def held_out(split: Split, count: int, seed: int = 0) -> tuple[Picked, Picked]:

@@ -1,21 +1,21 @@
 """A run folder: plan.json, record.json, log.jsonl, measures.jsonl and saves/; one process trains in it at a time."""
 
-import errno
 import fcntl
 import json
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ..errors import ShoestringError
 from ..planning.plan import Plan
+from ..records import file_bytes, seal
+from .log import Log
 from .record import RunRecord, differences, read_record, why_not_resumed
-from .save import NotSaved, Saves
+from .save import Saves
+from .writing import refusing
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,17 @@ class RunFolder:
 
     path: Path
     warn: Callable[[str], None] = warnings.warn
+    run_id: str = ""  # of the run, once its record was read: saves of another are refused
+
+    def of(self, record: RunRecord) -> "RunFolder":
+        return replace(self, run_id=record.run_id)
 
     @property
     def saves(self) -> Saves:
-        return Saves(self._named("saves", ""), self.warn)
+        return Saves(self._named("saves", ""), self.warn, self.run_id)
 
     @property
-    def log(self) -> "Log":
+    def log(self) -> Log:
         return Log(self._named("log", ".jsonl"))
 
     @property
@@ -46,7 +50,7 @@ class RunFolder:
         return self._named("averaged", ".safetensors")
 
     @property
-    def measures(self) -> "Log":
+    def measures(self) -> Log:
         """Seconds and bytes of each update, which differ from run to run: log.jsonl has none."""
         return Log(self._named("measures", ".jsonl"))
 
@@ -60,7 +64,7 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuses a folder in which a process is training already; the lock ends with the process."""
-        with _refusing(self.path):
+        with refusing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._named(".lock", "").open("a")
         with file:
@@ -90,7 +94,8 @@ class RunFolder:
         """
         if self.record_path.exists():
             before = self._resumed(record, resume, stretched)
-            if plan.budget_bytes != before.budget_bytes:
+            known = self._plan()
+            if known is None or known.budget_bytes != plan.budget_bytes:
                 self.write_plan(plan)
             return before
         if resume:
@@ -104,7 +109,7 @@ class RunFolder:
         return record
 
     def _resumed(self, record: RunRecord, resume: bool, stretched: str) -> RunRecord:
-        before = read_record(self.record_path)
+        before = self.record()
         why_not = why_not_resumed(before, record, stretched)
         if not resume:
             why = f" ({why_not})" if why_not else ""
@@ -126,13 +131,32 @@ class RunFolder:
             data_fingerprint=record.data_fingerprint or before.data_fingerprint,
         )
 
+    def record(self) -> RunRecord:
+        """The record of the run; refused if a byte of it has changed."""
+        return read_record(self.record_path, self.warn)
+
+    def lost_saves(self, record: RunRecord) -> str:
+        """What is missing of the saves that the record tells of, in words; "" if nothing is."""
+        there = self.saves.updates()
+        if not record.updates or (there and there[-1] >= record.updates):
+            return ""
+        which = f"the save of update {record.updates:,} is gone" if there else "all its saves are gone"
+        return f"the run in {self.path} has done {record.updates:,} updates, and {which}"
+
+    def _plan(self) -> Plan | None:
+        """The plan that the folder holds; None if it cannot be read."""
+        try:
+            return Plan.from_json(file_bytes(self.plan_path).decode())
+        except (OSError, ValueError, ShoestringError):
+            return None
+
     def write_plan(self, plan: Plan) -> None:
-        with _refusing(self.path):
-            replace_file(self.plan_path, plan.to_json())
+        with refusing(self.path):
+            replace_file(self.plan_path, seal(json.loads(plan.to_json())))
 
     def write_record(self, record: RunRecord) -> None:
-        with _refusing(self.path):
-            replace_file(self.record_path, json.dumps(record.to_json(), indent=2))
+        with refusing(self.path):
+            replace_file(self.record_path, seal(record.to_json()))
 
 
 OURS = ("plan", "record", "log", "measures", "saves", "averaged", "step", "page", "vocabulary")
@@ -143,62 +167,11 @@ def _is_ours(name: str) -> bool:
     return name.startswith(".") or name.split(".")[0] in OURS
 
 
-@dataclass(frozen=True)
-class Log:
-    """log.jsonl: a line per update and per evaluation; no times, so that equal runs have equal logs."""
-
-    path: Path
-
-    def write(self, line: dict[str, Any]) -> None:
-        with _refusing(self.path), self.path.open("ab") as file:
-            file.write((json.dumps(line) + "\n").encode())
-
-    def sync(self) -> int:
-        """Syncs all lines to disk -> their size in bytes."""
-        with _refusing(self.path), self.path.open("ab") as file:
-            os.fsync(file.fileno())
-            return file.tell()
-
-    def forget_after(self, update: int) -> None:
-        """Drops the lines of later updates, which a resumed run repeats, and one that was cut off."""
-        if not self.path.exists():
-            return
-        with _refusing(self.path):
-            lines = self.path.read_bytes().splitlines(keepends=True)
-            kept = b"".join(line for line in lines if _update_of(line) <= update)
-            self.path.write_bytes(kept)
-
-    def cut(self, size: int, warn: Callable[[str], None]) -> None:
-        """Truncates the lines written after a save: the resumed run writes them again."""
-        with _refusing(self.path), self.path.open("ab") as file:
-            if file.tell() < size:
-                warn(f"{self.path} has {file.tell():,} bytes where {size:,} were written: a part of it is lost")
-            file.truncate(min(size, file.tell()))
-
-
-def _update_of(line: bytes) -> float:
-    try:
-        return float(json.loads(line)["update"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str | bytes) -> None:
     """Replaces a file atomically."""
     hidden = path.with_name(f".writing-{path.name}")
-    with hidden.open("w") as file:
-        file.write(text)
+    with hidden.open("wb") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
         file.flush()
         os.fsync(file.fileno())
     hidden.replace(path)
-
-
-@contextmanager
-def _refusing(path: Path) -> Iterator[None]:
-    """Turns the system's errors into one line: a full disk, a folder without write permission, a file in the way."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        help = "make room, or choose another folder" if full else "choose another folder, or mend this one"
-        raise NotSaved(f"{path} cannot be written: {error.strerror}; {help}") from error

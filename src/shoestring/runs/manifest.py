@@ -24,6 +24,8 @@ def check_fields(record: dict[str, Any]) -> dict[str, Written]:
     for key, kind in _FIELDS.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"key {key!r} is {_kind(record, key)}, not {kind.__name__}")
+    if type(record.get("run", "")) is not str:  # saves of earlier versions have none
+        raise ValueError(f"key 'run' is {_kind(record, 'run')}, not str")
     files = {}
     for group in record["values"]:
         if not _GROUP.fullmatch(group):

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ShoestringError
-from ..records import checked, read_object
+from ..errors import DamagedSave, ShoestringError
+from ..records import checked, file_bytes, read_sealed
 
 VERSION = 1
 
@@ -33,6 +34,7 @@ class RunRecord:
     predicted_bytes: dict[str, int] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
     measured: dict[str, Any] = field(default_factory=dict)
+    measured_beside: dict[str, int] = field(default_factory=dict)  # peaks between steps: evaluation, save, averaging
     measured_peaks: list[list[int]] = field(default_factory=list)  # [update, bytes] where the measured peak changed
     updates: int = 0
     seconds: float = 0.0
@@ -43,28 +45,40 @@ class RunRecord:
     averaged_quality: float | None = None
     finished: bool = False
     skipped: int = 0  # updates that the loss scale, or a loss that was not finite, skipped
-    over_budget: list[list[int]] = field(default_factory=list)  # [update, bytes] where the run was replanned
+    over_budget: list[list[int]] = field(default_factory=list)  # [update, bytes] where a step took more than that
+    out_of_memory: list[list[int]] = field(
+        default_factory=list
+    )  # [update, bytes] where the system had less than needed
     command: dict[str, Any] = field(default_factory=dict)  # the arguments of `shoestring train`, for later commands
     data_fingerprint: str = ""  # of the content of the data, if it can tell
     tied: dict[str, str] = field(default_factory=dict)  # names of the plain model's weights that are those of another
     unsaved: list[str] = field(default_factory=list)  # buffers that the plain model's state_dict() leaves out
+    run_id: str = ""  # SHA-256 of what the run began with; its saves name it
 
     def with_(self, **changes: Any) -> "RunRecord":
         return replace(self, **changes)
+
+    def anew(self) -> "RunRecord":
+        """The record of the same run before its first update."""
+        nothing: dict[str, Any] = dict.fromkeys(("quality", "best_quality", "best_update", "averaged_quality"))
+        return replace(self, updates=0, skipped=0, finished=False, measured_peaks=[], **nothing)
 
     def to_json(self) -> dict[str, Any]:
         return {"version": VERSION, **asdict(self)}
 
 
-def read_record(path: Path) -> RunRecord:
-    """`record.json` -> the record; refuses what is damaged or of another version."""
+def read_record(path: Path, warn: Callable[[str], None] | None = None) -> RunRecord:
+    """`record.json` -> the record; refuses what is damaged or of another version, and tells where it cannot know."""
     try:
-        record = read_object(path.read_bytes())
+        record, is_sealed = read_sealed(file_bytes(path))
         version = record.pop("version")
         if version == VERSION:
-            return RunRecord(**checked(RunRecord, record))
+            found = RunRecord(**checked(RunRecord, record))
+            if warn is not None and not is_sealed:
+                warn(f"{path} has no checksum, as an earlier version wrote it: a change to it cannot be seen")
+            return found
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShoestringError(f"{path} is not the record of a run ({error}): choose another folder") from error
+        raise DamagedSave(f"{path} is not the record of a run ({error}): choose another folder") from error
     raise ShoestringError(f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it")
 
 
@@ -111,7 +125,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
 def why_not_resumed(before: RunRecord, now: RunRecord, stretched: str) -> str:
     """Why a run cannot go on with these settings; "" if it can. All must be as they were, except for its length if
     nothing is `stretched` over the whole run."""
-    if before.data_fingerprint and now.data_fingerprint not in ("", before.data_fingerprint):
+    if _other(before.data_fingerprint, now.data_fingerprint):
         return "its data have changed: there are as many, but their content is not what the run was trained on"
     length: dict[str, Any] = {name: r.settings.get("updates") for name, r in (("old", before), ("new", now))}
     changed = differences(before.settings, now.settings)
@@ -129,6 +143,12 @@ def why_not_resumed(before: RunRecord, now: RunRecord, stretched: str) -> str:
     if length["new"] < before.updates:
         return f"{before.updates:,} updates are done already, and {length['new']:,} are asked for"
     return ""
+
+
+def _other(before: str, now: str) -> bool:
+    """Whether two fingerprints of data differ; those that are missing, or were made in another way, tell nothing."""
+    alike = before.rpartition("-")[0] == now.rpartition("-")[0]
+    return bool(before and now) and alike and before != now
 
 
 def _without(settings: dict[str, Any], *names: str) -> dict[str, Any]:

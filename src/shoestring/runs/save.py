@@ -4,8 +4,6 @@ A save is a training checkpoint. It is written to a hidden folder beside the oth
 complete or not there at all. It is checked to the last byte before any of it is used. Nothing in it can be executed.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -13,17 +11,20 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ..distributed import Lending
 from ..errors import DamagedSave, ShoestringError
+from ..records import seal, unseal
 from ..task import Task
 from ..units import format_bytes
 from .manifest import check_fields, check_packed
 from .state import ModelState, Parts, Stateful, find_stateful, fingerprint, model_tensors, pack, unpack
-from .tensorfile import MOST_HEADER, HashedFile, TensorFile, Written, checksum, require_regular, write_tensors
+from .tensorfile import MOST_HEADER, HashedFile, TensorFile, Written, checksum, in_order, require_regular, write_tensors
 
+Whole = Callable[[Tensor], Tensor]
 VERSION = 1
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"update-(\d{10})")
@@ -44,6 +45,7 @@ class Save:
     fingerprint: str
     values: dict[str, Any]
     files: dict[str, Written]
+    run_id: str = ""
 
     def restore(self, group: str, part: Stateful, in_place: bool = False) -> None:
         """Restores a part's state; `in_place` reads into the tensors that the part has now."""
@@ -67,27 +69,34 @@ class Save:
 
 @dataclass(frozen=True)
 class Saves:
-    """The saves of one run in a folder. `warn` is called with what was damaged and skipped."""
+    """The saves of one run in a folder. `warn` is called with what was damaged and skipped; a save that names another
+    run than `run_id` was put there, and counts as damaged. Without an id, any run's are taken."""
 
     folder: Path
     warn: Callable[[str], None] = warnings.warn
+    run_id: str = ""
 
     def updates(self) -> list[int]:
         """The updates after which a save was made, in order; damaged ones included."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+        try:
+            names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
+        except OSError as error:
+            raise NotSaved(f"{self.folder} cannot be read: {error.strerror}; mend it and resume") from error
+        return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
     def path(self, update: int) -> Path:
         return self.folder / f"update-{update:010d}"
 
-    def write(self, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> Path:
-        """Saves the state of each group; at most one chunk of a tensor is copied in memory."""
+    def write(
+        self, update: int, fingerprint: str, groups: Mapping[str, Stateful], whole: Whole = lambda tensor: tensor
+    ) -> Path:
+        """Saves the state of each group; at most one chunk of a tensor is copied in memory, or of one in shards what
+        `whole` makes of it."""
         final, hidden = self.path(update), self.folder / f".writing-{self.path(update).name}"
         try:
             self.sweep()
             hidden.mkdir(parents=True)
-            _write_files(hidden, update, fingerprint, groups)
+            _write_files(hidden, Head(update, fingerprint, self.run_id), groups, whole)
             if final.exists():  # a damaged one, or one from before the run was set back
                 final.rename(self.folder / f".replaced-{final.name}")
             hidden.rename(final)
@@ -105,7 +114,12 @@ class Saves:
 
     def keep(self, updates: Iterable[int | None]) -> None:
         """Removes all saves except these; each is hidden first, so that no partial save is ever visible."""
-        self.sweep()
+        try:
+            self.sweep()
+        except OSError as error:
+            return self.warn(
+                f"old saves in {self.folder} were not looked for ({error.strerror}): the next save does it"
+            )
         for update in set(self.updates()) - set(updates):
             self._remove(self.path(update), self.folder / f".removing-{self.path(update).name}")
 
@@ -136,7 +150,13 @@ class Saves:
         return None
 
     def check(self, update: int) -> Save:
-        return check(self.path(update))
+        save = check(self.path(update))
+        if self.run_id and save.run_id != self.run_id:
+            raise DamagedSave(
+                f"{save.path} is of another run (its id is {save.run_id[:8] or 'none'}, not {self.run_id[:8]}): move "
+                "the run's own save back"
+            )
+        return save
 
     def _not_saved(self, update: int, error: OSError) -> NotSaved:
         place = next(folder for folder in (self.folder, *self.folder.parents) if folder.exists())
@@ -158,7 +178,11 @@ def check(path: Path) -> Save:
         raise DamagedSave(f"{path} is damaged: in its {MANIFEST} {error}") from error
     for name, written in files.items():
         _check_file(path / name, written)
-    save = Save(path, record["update"], record["fingerprint"], record["values"], files)
+    save = Save(path, record["update"], record["fingerprint"], record["values"], files, record.get("run", ""))
+    if (named := _NAME.fullmatch(path.name)) and int(named[1]) != save.update:
+        raise DamagedSave(
+            f"{path} is the save of update {save.update:,}, so it was renamed: call it update-{save.update:010d} again"
+        )
     for group, value in save.values.items():
         file = save.tensors(group)
         try:
@@ -168,7 +192,21 @@ def check(path: Path) -> Save:
     return save
 
 
-def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[str, Stateful]) -> None:
+class Head(NamedTuple):
+    """What a save is of: sealed in its manifest, so that one with another's name or in another run's folder is seen."""
+
+    update: int
+    fingerprint: str
+    run: str
+
+
+def lent(groups: Mapping[str, Stateful]) -> Lending:
+    """What the processes of a sharded model lend to the one that writes a save of it, in the order of writing."""
+    parts = (pack(part.state())[1] for part in groups.values())
+    return Lending(tensors[name] for tensors in parts for name in in_order(tensors))
+
+
+def _write_files(folder: Path, head: Head, groups: Mapping[str, Stateful], whole: Whole) -> None:
     """Writes the files of a save and, last, its manifest; all are on disk when this returns."""
     files: dict[str, Written] = {}
     values = {}
@@ -177,9 +215,9 @@ def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[st
         if tensors:
             name = f"{group}.safetensors"
             with (folder / name).open("xb", buffering=0) as file:
-                files[name] = write_tensors(file, tensors)
+                files[name] = write_tensors(file, tensors, _maker(tensors, whole))
                 os.fsync(file.fileno())
-    record = {"version": VERSION, "update": update, "fingerprint": fingerprint, "values": values}
+    record = {"version": VERSION, **head._asdict(), "values": values}
     record["files"] = {name: asdict(written) for name, written in files.items()}
     with (folder / MANIFEST).open("xb", buffering=0) as file:
         HashedFile(file).write(seal(record))
@@ -187,30 +225,20 @@ def _write_files(folder: Path, update: int, fingerprint: str, groups: Mapping[st
     _sync_folder(folder)
 
 
-def seal(record: dict[str, Any]) -> bytes:
-    """A record -> JSON with the SHA-256 of the rest as its last entry, so that any changed byte is detected."""
-    digest = hashlib.sha256(json.dumps(record).encode()).hexdigest()
-    return json.dumps(record | {"sha256": digest}, indent=1).encode()
-
-
-def unseal(data: bytes) -> dict[str, Any]:
-    """The output of `seal` -> the record; ValueError if a byte has changed."""
-    record = json.loads(data)
-    if not isinstance(record, dict) or record.pop("sha256", None) is None or seal(record) != data:
-        raise ValueError("its checksum does not match")
-    return record
+def _maker(tensors: Mapping[str, Tensor], whole: Whole) -> Callable[[str], Tensor]:
+    return lambda name: whole(tensors[name])
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = path / MANIFEST
-    require_regular(manifest)
+    _require_own(manifest)
     try:
         if manifest.stat().st_size > MOST_HEADER:
             raise ValueError(f"it has over {MOST_HEADER:,} bytes")
         record = unseal(manifest.read_bytes())
     except FileNotFoundError as error:
         raise DamagedSave(f"{path} is damaged: it has no {MANIFEST}") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise DamagedSave(f"{path} is damaged: its {MANIFEST} is not as it was written ({error})") from error
     if type(record.get("version")) is int and record["version"] != VERSION:
         raise ShoestringError(
@@ -221,9 +249,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_file(path: Path, written: Written) -> None:
-    require_regular(path)
+    _require_own(path)
     try:
-        found = checksum(path)
+        size = path.stat().st_size
+        found = checksum(path) if size == written.bytes else Written(size, "")
     except OSError as error:
         raise DamagedSave(f"{path.parent} is damaged: {path.name} cannot be read ({error.strerror})") from error
     if found.bytes != written.bytes:
@@ -232,6 +261,13 @@ def _check_file(path: Path, written: Written) -> None:
         )
     if found != written:
         raise DamagedSave(f"{path.parent} is damaged: the SHA-256 of {path.name} is not that of what was written")
+
+
+def _require_own(path: Path) -> None:
+    """Refuses what is not a file of the save's own folder."""
+    require_regular(path)
+    if path.is_symlink():
+        raise DamagedSave(f"{path} is a link, so it is not part of a save: put the file itself there")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -244,11 +280,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None) -> None:
-    """Writes tensors (made one by one, if `make` is given: see `write_tensors`) to a file, atomically."""
+    """Writes tensors (made one by one, if `make` is given: see `write_tensors`) to a sealed file, atomically."""
     hidden = path.with_name(f".writing-{path.name}")
     try:
         with hidden.open("wb", buffering=0) as file:
-            write_tensors(file, tensors, make)
+            write_tensors(file, tensors, make, sealed=True)
             os.fsync(file.fileno())
         hidden.replace(path)
     except OSError as error:
@@ -265,12 +301,16 @@ def restore_task(task: Task, save: Save) -> None:
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Reads a save's folder, or a file such as averaged.safetensors, into a model, tensor by tensor."""
+    """Reads a save's folder, or a file such as averaged.safetensors, into a model, tensor by tensor.
+
+    What has a checksum (a save; a file that `export` or averaging wrote) is compared with it first.
+    """
     where = Path(path)
     if where.is_dir():
         check(where)
         where = where / "model.safetensors"
     file, tensors = TensorFile(where), model_tensors(model)
+    file.verify()
     for name, tensor in tensors.items():
         entry = file.entries.get(name)
         if entry is None or (entry.dtype, entry.shape) != (tensor.dtype, tuple(tensor.shape)):

@@ -5,7 +5,6 @@ form that the model has: another precision, or sparse layers, which take the lar
 """
 
 import difflib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ShoestringError
+from ..records import file_bytes, read_object
 from ..techniques.precision import check_range
 from ..techniques.sparsity.layer import SparseLayer
 from .tensorfile import TensorFile
@@ -158,16 +158,17 @@ def _folder(path: Path) -> Source:
 
 def _safetensors(path: Path) -> Source:
     file = TensorFile(path)
+    file.verify()
     return Source(path, {name: entry.shape for name, entry in file.entries.items()}, file.read)
 
 
 def _shards(folder: Path) -> Source:
     """A model in several files: the index says which tensor is in which; only files of this folder are opened."""
     try:
-        homes = json.loads((folder / INDEX).read_text())["weight_map"]
+        homes = read_object(file_bytes(folder / INDEX))["weight_map"]
         if not all(isinstance(home, str) and Path(home).name == home for home in homes.values()):
             raise ValueError("a file outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ShoestringError(f"{folder / INDEX} cannot be read: {error}") from error
     files = {home: TensorFile(folder / home) for home in sorted(set(homes.values()))}
     shapes = {name: files[home].entries[name].shape for name, home in homes.items() if name in files[home].entries}

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..distributed import empty_shard, is_sharded, local, whole
 from ..errors import ShoestringError
 from ..finite import statistics_of
 from ..task import Task
-from .tensorfile import TensorFile, pieces
+from .tensorfile import TensorFile, as_bytes, pieces
 
 
 class Stateful(Protocol):
@@ -67,12 +68,15 @@ def _packed(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _layout(tensor: Tensor) -> dict[str, Any]:
-    """Strides and device, recorded only if not contiguous or not CPU: safetensors does not store them."""
+    """Strides and device, recorded only if not contiguous or not CPU: safetensors does not store them; and whether
+    each process has only its rows."""
     record: dict[str, Any] = {}
     if not tensor.is_contiguous():
         record["strides"] = list(tensor.stride())
     if tensor.device.type != "cpu":
         record["device"] = str(tensor.device)
+    if is_sharded(tensor):
+        record["sharded"] = True
     return record
 
 
@@ -111,6 +115,8 @@ def _read(file: TensorFile, packed: dict[str, Any], live: Any) -> Tensor:
     fits = isinstance(live, Tensor) and (live.dtype, tuple(live.shape)) == (entry.dtype, entry.shape)
     if fits:
         tensor = live
+    elif "sharded" in packed:
+        tensor = empty_shard(entry.shape, entry.dtype)
     elif "strides" in packed:
         tensor = torch.empty_strided(entry.shape, packed["strides"], dtype=entry.dtype)
     else:
@@ -153,6 +159,18 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(modules).encode()).hexdigest()
 
 
+def run_id(model: nn.Module, settings: Mapping[str, Any], data: str) -> str:
+    """What a run begins with -> SHA-256 of its settings, its data's fingerprint and every bit of its weights.
+
+    Runs of the same id end in the same bits, so equal runs still leave equal saves.
+    """
+    digest = hashlib.sha256(json.dumps([settings, data], sort_keys=True).encode())
+    for tensor in model_tensors(model).values():
+        for piece in pieces(whole(tensor.detach())):
+            digest.update(as_bytes(piece.cpu().contiguous()))
+    return digest.hexdigest()
+
+
 def _tensors_of(module: nn.Module) -> list[Any]:
     own = chain(module._parameters.items(), module._buffers.items())
     fixed = not has_extra_state(module)
@@ -189,7 +207,7 @@ def first_poisoned(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | 
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return all(bool(torch.isfinite(piece).all()) for piece in pieces(tensor.detach()))
+    return all(bool(torch.isfinite(piece).all()) for piece in pieces(local(tensor.detach())))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Tensors on disk in the safetensors layout, written and read in place: no second copy of a model is made.
 
 A file is 8 bytes with the length of the header, the header (JSON: the type, shape and offset of each tensor by name),
-and the values. They go straight from a tensor's memory to the file, and the checksum is computed on the way; they are
-read back into existing tensors. If strides forbid that, at most CHUNK bytes are copied at a time.
+and the values. A sealed file has its own SHA-256 in the header (`__metadata__`). Values go straight from the tensor's
+memory to the file, and the checksum is computed on the way; they are read back into existing tensors. If strides forbid
+that, at most CHUNK bytes are copied at a time.
 """
 
 import hashlib
@@ -18,10 +19,14 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from ..distributed import first_row, local
 from ..errors import DamagedSave, ShoestringError
+from ..records import matches, read_object
 
 CHUNK = 2**20
-MOST_HEADER = 100_000_000  # bytes; the library's own limit
+MOST_HEADER = 16 * 2**20  # bytes: 100,000 tensors; one of the library's own limit takes gigabytes to parse
+MOST_DIMENSIONS = 64  # of a tensor, as in PyTorch
+OURS, BLANK = "shoestring", "0" * 64  # the key of a seal, and what is hashed in its place
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -48,6 +53,10 @@ class Entry:
     shape: tuple[int, ...]
     start: int
 
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 class HashedFile:
     """A file that is written from start to end, and the checksum of its content."""
@@ -68,19 +77,32 @@ class HashedFile:
 
 
 def write_tensors(
-    file: IO[bytes], tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None
+    file: IO[bytes], tensors: Mapping[str, Tensor], make: Callable[[str], Tensor] | None = None, sealed: bool = False
 ) -> Written:
     """Writes named tensors to an open, unbuffered file; at most CHUNK bytes are copied at a time.
 
     With `make(name)`, its results are written instead, each made when its turn comes; `tensors` gives their types and
-    shapes.
+    shapes. A `sealed` file has its checksum inside, for one that no manifest speaks for.
     """
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # keeps all values aligned
+    names = in_order(tensors)
     out = HashedFile(file)
-    out.write(_header(names, tensors))
+    header = _header(names, tensors, {"__metadata__": {"format": "pt", OURS: _mark(BLANK)}} if sealed else {})
+    out.write(header)
     for name in names:
         _write_values(out, tensors[name] if make is None else make(name))
+    if sealed:
+        file.seek(header.index(_mark(BLANK).encode()))
+        file.write(_mark(out.written.sha256).encode())
     return out.written
+
+
+def in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """The names of tensors as a file has them: by the size of an element, which keeps all values aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
+
+
+def _mark(digest: str) -> str:
+    return f"sha256 {digest}"
 
 
 def _write_values(out: HashedFile, tensor: Tensor) -> None:
@@ -88,8 +110,8 @@ def _write_values(out: HashedFile, tensor: Tensor) -> None:
         out.write(as_bytes(piece.cpu().contiguous()))
 
 
-def _header(names: list[str], tensors: Mapping[str, Tensor]) -> bytes:
-    places, end = {}, 0
+def _header(names: list[str], tensors: Mapping[str, Tensor], more: dict[str, Any]) -> bytes:
+    places, end = more, 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in CODES or tensor.layout != torch.strided:
@@ -132,7 +154,21 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = _read_header(path)
+        self.entries, self._metadata = _read_header(path)
+
+    def verify(self) -> bool:
+        """Whether the file is sealed; DamagedSave if it is, and is not as it was written."""
+        values = [value for key, value in self._metadata.items() if key == OURS or value.startswith(_mark(""))]
+        if not values:
+            return False
+        mark, start = values[0].encode(), min((entry.start for entry in self.entries.values()), default=None)
+        with self.path.open("rb") as file:
+            digest = hashlib.sha256(file.read(start).replace(mark, _mark(BLANK).encode(), 1))
+            for chunk in _chunks(file):
+                digest.update(chunk)
+        if mark != _mark(digest.hexdigest()).encode() or OURS not in self._metadata:
+            raise DamagedSave(f"{self.path} is damaged: its content is not that of its checksum")
+        return True
 
     def read(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -141,12 +177,14 @@ class TensorFile:
         return tensor
 
     def read_into(self, name: str, tensor: Tensor) -> None:
-        """Fills a tensor of the same type and shape, whatever its strides or device."""
+        """Fills a tensor of the same type and shape, whatever its strides or device; of one in shards this process's
+        rows."""
         entry = self.entries[name]
         assert (entry.dtype, entry.shape) == (tensor.dtype, tuple(tensor.shape)), name
         with self.path.open("rb", buffering=0) as file, torch.no_grad():
-            file.seek(entry.start)
-            for piece in pieces(tensor.detach()):
+            row = math.prod(entry.shape[1:]) * entry.dtype.itemsize
+            file.seek(entry.start + first_row(tensor) * row)
+            for piece in pieces(local(tensor.detach())):
                 _read_piece(file, piece)
 
 
@@ -168,7 +206,8 @@ def _fill(file: IO[bytes], view: memoryview) -> None:
         view = view[count:]
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """A file -> its tensors, which together are all of its values, and its further words."""
     require_regular(path)
     try:
         with path.open("rb") as file:
@@ -176,14 +215,29 @@ def _read_header(path: Path) -> dict[str, Entry]:
             (length,) = struct.unpack("<Q", file.read(8))
             if length > min(MOST_HEADER, size):
                 raise ValueError(f"it would have {length:,} bytes")
-            record = json.loads(file.read(length))
-        record.pop("__metadata__", None)
+            record = read_object(file.read(length))
+        metadata = record.pop("__metadata__", {})
+        if not matches(metadata, dict[str, str]):
+            raise ValueError("metadata that are not words")
         entries = {name: _entry(place, 8 + length, size) for name, place in record.items()}
+        _require_whole(entries, 8 + length, size)
     except OSError as error:
         raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, struct.error) as error:
         raise DamagedSave(f"{path} is not a safetensors file: its header cannot be read ({error})") from error
-    return entries
+    return entries, metadata
+
+
+def _require_whole(entries: Mapping[str, Entry], start: int, size: int) -> None:
+    """Refuses tensors that overlap, and bytes that belong to none."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
+        if entry.start != start:
+            raise ValueError(
+                f"tensor {name!r:.60} begins at byte {entry.start:,}, and the one before ends at {start:,}"
+            )
+        start += entry.bytes
+    if start != size:
+        raise ValueError(f"its tensors end at byte {start:,} of {size:,}")
 
 
 def require_regular(path: Path) -> None:
@@ -197,6 +251,8 @@ def _entry(place: dict[str, Any], values: int, size: int) -> Entry:
     dtype, shape, (start, end) = DTYPES[place["dtype"]], tuple(place["shape"]), place["data_offsets"]
     if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
         raise ValueError("a size that is not a whole number")
+    if len(shape) > MOST_DIMENSIONS or math.prod(filter(None, shape)) * dtype.itemsize >= 2**63:
+        raise ValueError(f"a tensor of {len(shape):,} dimensions, or of 2^63 bytes and more")
     if values + end > size:
         raise ValueError(f"a tensor that ends at byte {values + end:,} of {size:,}")
     if end - start != math.prod(shape) * dtype.itemsize:
@@ -206,9 +262,16 @@ def _entry(place: dict[str, Any], values: int, size: int) -> Entry:
 
 def checksum(path: Path) -> Written:
     """A file -> its size and SHA-256, read CHUNK bytes at a time."""
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK))
+    digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+        for chunk in _chunks(file):
+            digest.update(chunk)
+            size += len(chunk)
     return Written(size, digest.hexdigest())
+
+
+def _chunks(file: Any) -> Iterator[memoryview]:
+    """The rest of an open file, at most CHUNK bytes at a time, in one buffer."""
+    buffer = memoryview(bytearray(CHUNK))
+    while count := file.readinto(buffer):
+        yield buffer[:count]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..distributed import check_same, is_sharded, joined, refuse_unsharded, shard
+from ..distributed import check_same, joined, local, shard
 from ..errors import ShoestringError
 from ..planning.plan import Plan
 from ..runs.record import describe
@@ -61,21 +61,21 @@ class LeanTask:
                 f"{world.size} processes train, and the plan was applied for {task.devices}: initialise the process "
                 "group before apply()"
             )
-        if any(map(is_sharded, task.model.parameters())):
-            refuse_unsharded(task.settings)
         shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in task.model.named_parameters()}
         items = str(task.items) if is_dataclass(task.items) else describe(task.items)
         plan = {"settings": task.settings, "optimizer": describe(task.optimizer), "items": items}
         check_same(world, {"plan": plan, "model": shapes, "weights": task.model})
+        if task.sharded:
+            shard(task.model, task.settings, world)
         return Stepper(task, world=world)
 
     def shard(self) -> None:
-        """Shards parameters, gradients and optimizer state over all processes by FSDP2, before the first step: each
-        block of the model's ModuleLists and Sequentials, then the rest. With checkpointing and microbatches alone."""
-        if self._stepper is not None or self.task.devices == 1:
-            why = "it has been stepped already" if self._stepper is not None else "there is one process alone"
-            raise ShoestringError(f"the model cannot be sharded, because {why}: shard it before, under torchrun")
-        shard(self.model, self.task.settings)
+        """Shards parameters, gradients and optimizer state over all processes by FSDP2, as `Plan(shard="fsdp")` does:
+        each block of the model's ModuleLists and Sequentials, then the rest. With checkpointing and microbatches."""
+        if self._stepper is not None:
+            raise ShoestringError("the model cannot be sharded, because it has been stepped already: shard it before")
+        self.task = apply_settings(self.task, {"shard": "fsdp"})
+        self.plan = self.plan.with_(shard="fsdp")
 
     def continued_as(self, task: Task, plan: Plan) -> "LeanTask":
         """The same model and optimizer under another task and plan, in the middle of a run."""
@@ -132,9 +132,9 @@ class LeanTask:
         return evaluated(self.task, evaluation)
 
     def held(self) -> list[Tensor]:
-        """The tensors that outlive a step: the model's and the optimizer's."""
+        """The tensors that outlive a step: the model's and the optimizer's, as this process has them."""
         states = list(self.stepper.optimizer.state.values())
-        return [*self.model.parameters(), *self.model.buffers(), *tensors(states)]
+        return [*map(local, self.model.parameters()), *self.model.buffers(), *map(local, tensors(states))]
 
 
 def lean_task(task: Task, plan: Plan) -> Task:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ambient import Ambient
+from ..distributed import reshard
 from ..errors import ShoestringError
 from ..task import Task
 
@@ -74,8 +75,12 @@ def evaluated(task: Task, evaluation: Evaluation) -> float:
     """A task and an evaluation -> the quality of its model. A 16-bit model runs within the task's contexts, even in a
     user's evaluation: outside, PyTorch's own 16-bit matrix products take many times as long on a CPU."""
     in_16_bits = any(parameter.dtype in (torch.float16, torch.bfloat16) for parameter in task.model.parameters())
-    with within(task, task.model) if in_16_bits else nullcontext():
-        return evaluation(task.model)
+    try:
+        with within(task, task.model) if in_16_bits else nullcontext():
+            return evaluation(task.model)
+    finally:
+        if task.sharded:
+            reshard(task.model)
 
 
 @contextmanager
@@ -90,6 +95,24 @@ def tell_progress(done: int, total: int) -> None:
         progress(done, total)
 
 
+class _Enough(Exception):
+    """Ends an evaluation of which only the first batches are wanted."""
+
+
+def few_batches(run: Callable[[], float], most: int = 2) -> float | None:
+    """Runs an evaluation, but no more than its first batches -> its result, if that was all or it tells no progress."""
+
+    def stop(done: int, total: int) -> None:
+        if most <= done < total:
+            raise _Enough
+
+    try:
+        with telling(stop):
+            return run()
+    except _Enough:
+        return None
+
+
 Score = Callable[[nn.Module, Any], float]  # the sum of the scores of a piece's items
 
 
@@ -100,7 +123,7 @@ def mean_score(task: Task, data: Data, score: Score) -> Callable[[nn.Module], fl
     def measure(model: nn.Module) -> float:
         total, items = 0.0, 0
         for number in range(len(data)):
-            for piece in task.split(data.read(0, number)):
+            for piece in (Ambient.now().split or task.split)(data.read(0, number)):
                 with within(task, model):
                     total += score(model, piece)
                 items += task.count(piece)

@@ -55,8 +55,11 @@ class LoopOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.stepper.complete()
+        self._complete()
         return loss
+
+    def _complete(self) -> None:
+        self.stepper.complete()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops gradients that were not applied; after a step there are none."""

@@ -13,6 +13,13 @@ from ..techniques.microbatch.pieces import ByExamples, ByTokens, Split
 from .apply import LeanTask
 
 
+def predicted_bytes(lean: LeanTask, batch: Any, scratch_bytes: int = 0) -> int:
+    """The predicted peak of a step on a batch that the plan was not made for. The scratch of operators is assumed to be
+    the plan's, or what was measured since, whichever is more."""
+    scratch = max(lean.plan.predicted_bytes.get("workspace", 0), scratch_bytes)
+    return profile(lean.task.with_(batch=batch), brief=True).peak_bytes + scratch
+
+
 def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_bytes: int) -> LeanTask:
     """A lean task, a batch on which a step took `used_bytes`, and the budget -> the task with microbatches that fit.
 
@@ -32,6 +39,7 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
             if (expected := round(peak + unseen * left(split.size))) <= limit_bytes:
                 value = _resized(lean.plan.microbatch, split.size)
                 plan = lean.plan.with_(microbatch=value, predicted_peak_bytes=expected, predicted_bytes={})
+                plan = plan.with_(predicted_time_ratio=None)  # of the plan before
                 settings = lean.task.settings | {"microbatch": value}
                 return lean.continued_as(lean.task.with_(**items, split=split, settings=settings), plan)
     raise OverBudget("no smaller microbatch fits either: plan the run anew with `shoestring plan`, or raise the budget")

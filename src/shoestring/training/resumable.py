@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..data.draws import mix
+from ..data.splits import WHOLE
 from ..errors import ShoestringError
 from ..randomness import RandomState, seeded
 from ..structure import tensors
@@ -49,15 +50,14 @@ class Stream:
         return self.length
 
     def fingerprint(self) -> str:
-        """What the batches are, by the first and the last of a list or a tuple; "" if they cannot be looked at without
-        being drawn."""
+        """What all batches of a list or a tuple are; "" if they cannot be looked at without being drawn."""
         if not isinstance(self.batches, list | tuple):
             return ""
         digest = hashlib.sha256()
-        for tensor in tensors([self.batches[0], self.batches[-1]]):
+        for tensor in tensors(list(self.batches)):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()[:16]
+        return WHOLE + digest.hexdigest()[:16]
 
     def read(self, epoch: int, number: int) -> Any:
         if self._place != (epoch, number):
