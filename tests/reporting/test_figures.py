@@ -4,9 +4,11 @@ from xml.etree import ElementTree
 
 import pytest
 
+import shoestring
 from shoestring.errors import ShoestringError, how_to_install
 from shoestring.reporting.comparison import Comparison, comparison_table
-from shoestring.reporting.figures import beside_figure, comparison_figure, overlay_figure, profile_figure, require_plot
+from shoestring.reporting.comparison_figure import comparison_figure
+from shoestring.reporting.figures import beside_figure, overlay_figure, profile_figure, require_plot
 
 ROWS = [
     Comparison("small", 1_000_000, 1_000_000),
@@ -48,6 +50,14 @@ def test_a_predicted_step_is_drawn_beside_a_measured_one(path, data, ledger):
 def test_predictions_are_drawn_against_measurements(path):
     comparison_figure(path, ROWS)
     assert is_picture(path)
+
+
+def test_a_row_under_a_model_is_named_with_it_and_an_error_of_nothing_has_no_minus(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [Comparison("net, batch 100", 10**9, 10**9), Comparison("  microbatch 10", 10**9 - 1, 10**9)]
+    comparison_figure(tmp_path / "a.svg", rows)
+    text = (tmp_path / "a.svg").read_text()
+    assert "net, microbatch 10" in text and "-0.000%" not in text + comparison_table(rows)
 
 
 def test_the_same_data_gives_the_same_picture(tmp_path, data, ledger):
@@ -106,4 +116,12 @@ def test_an_svg_is_small_has_words_for_who_cannot_see_it_and_colours_for_a_dark_
         assert title in text.split("<title>")[1].split("</title>")[0] and "at " in text.split("<desc>")[1]
         assert "prefers-color-scheme: dark" in text and budget in text and len(text) < 150_000
         assert "allocations in their order (not time)" in text
+        assert re.search(r'weight: 700[^"]*fill: #(212121|fefefe)', text)  # what is on a category stays in the dark
         ElementTree.fromstring(text)
+
+
+def test_the_figure_of_a_built_in_model_is_small(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = shoestring.profile(shoestring.builtin("wrn-10-1", batch=20, device="meta"), calibrate=False)
+    profile_figure(tmp_path / "a.svg", found.to_json() | {"settings": {}}, found.ledger)
+    assert (tmp_path / "a.svg").stat().st_size < 110_000

@@ -109,7 +109,7 @@ def test_a_run_that_was_killed_says_how_far_it_came(tmp_path, ledger):
         log.write('{"update": 3, "lo')  # killed in the middle of a line
     run = run_data(path)
     assert "not finished: it was stopped or killed after 2 of 4 updates" in said(run)
-    assert "1 of 4 lines of its log cannot be read" in said(run)
+    assert "the last line of its log was cut off and is left out" in said(run)
     assert len(run["curves"]["loss"]) == 2 and run["steps"].keys() == {"plain", "lean"}
     read(page_data("killed", [run]))
 
@@ -188,3 +188,10 @@ def test_a_study_has_both_figures_of_each_row():
 def test_what_is_no_report_of_a_study_is_refused(found):
     with pytest.raises(ShoestringError, match=r"is no report of a study: make one with"):
         study_data(found)
+
+
+def test_a_page_says_why_less_was_measured_than_predicted(tmp_path):
+    one = run_data(write_run(tmp_path / "one", updates=1, measured_peak_bytes=150 * MB))
+    assert "made by the first update" in one["record"]["why_less"]
+    as_predicted = run_data(write_run(tmp_path / "as predicted"))
+    assert as_predicted["record"]["why_less"] == ""

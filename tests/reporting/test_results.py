@@ -1,15 +1,22 @@
 """Results of a study as files: ours beside the paper's, and trials that another store takes over."""
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shoestring.errors import ShoestringError
-from shoestring.reporting.results import write_results
-from shoestring.studies.jobs import Store
+from shoestring.reporting.page.data import study_data
+from shoestring.reporting.results import index_text, write_results
+from shoestring.reporting.results_figure import results_figure
+from shoestring.studies.jobs import Store, identify
 from shoestring.studies.results import import_results, report, trials
 from shoestring.studies.runner import memory_job, training_jobs
-from shoestring.studies.study import parse
+from shoestring.studies.study import load, names, parse
+
+DOCS = Path(__file__).parents[2] / "docs" / "results"
 
 TEXT = """
 title = "Two rows"
@@ -75,10 +82,107 @@ def written(tmp_path, study, data):
 
 def test_the_page_has_the_papers_figures_beside_ours_what_differs_and_the_verdicts(tmp_path, study, data):
     page = written(tmp_path, study, data)[2].read_text()
-    assert "| dense | 4 | 4.10 | 4.10 | 4.10 | 94.00 ± 0.10 | 80.10 ± 0.20 | 2 |" in page
-    assert "| sparse | 2 | 1.90 | 1.90 | 1.90 | 93.00 | 78.50 | 1 |" in page
+    assert "| dense | 4.10 | 4.10 | 94.00 ± 0.10 | 80.10 ± 0.20 | 2 |" in page
+    assert "| sparse | 1.90 | 1.90 | 93.00 | 78.50 | 1 |" in page
     assert "Trained 2 epochs on cifar-10, images averaged to 16 x 16; the paper trained 200 epochs on cifar-10" in page
     assert "CPU: a CPU." in page and "confirmed: sparse costs less than two points" in page
+
+
+def test_the_papers_bytes_are_not_put_beside_those_of_smaller_images(tmp_path, study, data):
+    store = finished(tmp_path, study, data)
+    found = report(study, "small", store, data)
+    assert found["smaller"] and [row["rules_bytes"] for row in found["rows"]] == [None, None]
+    _, picture, page, _ = write_results(tmp_path / "results", study, found, [])
+    assert "| predicted, MB | heap, MB |" in page.read_text() and "for the paper's sizes see" in page.read_text()
+    assert "its rules" not in page.read_text() + picture.read_text()
+    assert [row["paper_bytes"] for row in study_data(found)["rows"]] == [None, None]
+    assert [row["paper_bytes"] for row in study_data(found | {"smaller": False})["rows"]] == [4e6, 2e6]
+
+
+def test_a_study_about_flops_shows_them(tmp_path, study):
+    row = {"label": "a", "settings": {}, "paper": {}, "quality": {}, "rules_bytes": 4_000_000,
+           "predicted_bytes": 4_000_000, "measured_bytes": 4_000_000, "seeds": [], "failed": []}  # fmt: skip
+    other = row | {"label": "b", "settings": {"checkpoint": "no-bn"}, "rules_flops_ratio": 1.311}
+    rows = [row | {"rules_flops_ratio": 1.0, "flops_ratio": 1.0}, other]
+    claim = {"claim": "b adds 30%", "metric": "rules_flops_percent", "row": "b", "paper": 30.0, "percent": 5.0}
+    about = replace(study, quality="", claims=[claim])
+    found = {"scale": "memory", "smaller": False, "rows": rows, "claims": []}
+    _, picture, page, _ = write_results(tmp_path, about, found, [])
+    assert "| b | 4.00 | 4.00 | 4.00 | 1.311x |  |" in page.read_text()
+    assert "% more FLOPs" in picture.read_text()
+
+
+def measured(tmp_path, study, size=4_000_000):
+    """The report of a study at the scale `memory`, everything measured."""
+    store = Store(tmp_path / "store")
+    for row in study.rows:
+        store.adopt(
+            memory_job(study, row, None), {"rules_bytes": None, "predicted_bytes": size, "measured_bytes": size}
+        )
+    return report(study, "memory", store)
+
+
+def test_a_study_of_the_parts_of_memory_shows_them_and_judges_their_shares(tmp_path):
+    study, store = load("figure1"), Store(tmp_path / "store")
+    parts = {"model": 5_000_000, "optimizer": 11_000_000, "activations": 384_000_000}
+    sizes = dict.fromkeys(("rules_bytes", "predicted_bytes", "measured_bytes"), 400_000_000)
+    counted = sizes | {"rules_parts": parts, "predicted_parts": parts | {"activations": 10_000_000}}
+    store.adopt(memory_job(study, study.rows[0], None), counted)
+    found = report(study, "memory", store)
+    _, picture, page, _ = write_results(tmp_path, study, found, [])
+    assert "| plain | 404.8 | 400.0 | 400.0 | 400.0 | 5.00 | 11.00 | 384.0 | 5.00 | 11.00 | 10.00 |" in page.read_text()
+    verdicts = {claim["metric"]: (claim["verdict"], claim["ours"]) for claim in found["claims"]}
+    assert verdicts["rules_activations_percent"] == ("confirmed", pytest.approx(96.0))
+    assert verdicts["predicted_activations_percent"] == ("not confirmed", pytest.approx(1000 / 26))
+    assert "activations 384.00 MB" in picture.read_text()
+
+
+def test_rows_that_differ_in_their_schedule_alone_have_one_step_to_measure_and_are_shown_once(tmp_path):
+    for name, shown in (("table6", 7), ("table7", 4), ("table8", 1), ("table9", 1)):
+        study = load(name)
+        assert len({identify(memory_job(study, row, None)) for row in study.rows}) == shown
+        found = measured(tmp_path / name, study)
+        _, picture, page, _ = write_results(tmp_path / "results", study, found, [])
+        assert page.read_text().count("| 4.00 | 4.00 |") == shown
+        assert "Rows that have the same step are one." in page.read_text()
+        assert "lr_multiplier" not in picture.read_text() and "rewire_" not in picture.read_text()
+    assert len(found["rows"]) == 36  # the data has all of them
+
+
+def test_rules_of_one_paper_are_not_called_those_of_another(tmp_path):
+    study = load("head-to-head")
+    found = measured(tmp_path, study)
+    found["rows"][0]["rules_bytes"] = 404_800_000
+    _, picture, page, _ = write_results(tmp_path, study, found, [])
+    assert "rules" not in page.read_text() + picture.read_text()
+
+
+def test_columns_without_a_figure_are_left_out(tmp_path, study):
+    _, _, page, _ = write_results(tmp_path, study, measured(tmp_path, study), [])
+    assert "|  | paper, MB | predicted, MB | heap, MB | paper: accuracy |\n" in page.read_text()
+    assert "counted by the paper's rules" not in page.read_text()
+
+
+def test_a_step_that_could_not_be_measured_is_told_with_the_reason(tmp_path, study):
+    store = Store(tmp_path / "store")
+    store.add(memory_job(study, study.rows[1], None))
+    store.claim([identify(memory_job(study, study.rows[1], None))], "me").fail("the disk was full")
+    _, _, page, _ = write_results(tmp_path, study, report(study, "memory", store), [])
+    assert "## Failed\n- sparse: the disk was full" in page.read_text()
+
+
+def test_the_index_has_every_study_and_what_of_it_is_recorded(tmp_path):
+    study = load("figure5")
+    index = write_results(tmp_path / "results", study, measured(tmp_path, study), [])[3].read_text()
+    assert "| [memory](figure5.memory.md): 4 rows | `shoestring study run figure5` |" in index
+    for name in names():
+        assert f"`shoestring study run {name}`" in index
+    assert index.count("nothing yet") == len(names()) - 1
+    assert index.index("| Figure 9 |") < index.index("| Figure 10 |")
+
+
+def test_the_index_of_our_results_is_what_the_command_writes():
+    assert (DOCS / "README.md").read_text() == index_text(DOCS)
 
 
 def test_the_data_has_every_trial_with_its_settings_seed_and_memory(tmp_path, study, data):
@@ -98,6 +202,19 @@ def test_the_figure_is_drawn_and_the_same_results_give_the_same_file(tmp_path, s
     assert written(tmp_path, study, data)[1].read_text() == picture
 
 
+def test_the_figure_has_its_title_whole_plain_numbers_and_no_name_of_what_it_does_not_show(tmp_path, study):
+    pytest.importorskip("matplotlib")
+    row = {"paper": {}, "quality": {}, "rules_bytes": 404_000_000, "measured_bytes": 399_000_000}
+    rows = [row | {"label": "a name that is as long as some of ours are"}, row | {"label": "b"}]
+    long = replace(study, title="Accuracy by the percentage of nonzeros, WRN-28-2 on CIFAR-10, and by others")
+    results_figure(tmp_path / "a.svg", long, {"scale": "full", "rows": rows, "smaller": False})
+    text = (tmp_path / "a.svg").read_text()
+    assert f"<title>{long.place}: {long.title}</title>" in text and "Measured heap: a name" in text
+    assert ">400</text>" in text and ">0</text>" in text and "times" not in text and ">paper<" not in text
+    texts = [float(place) for place in re.findall(r"text-anchor: (?:start|end)[^>]*?translate\((-?[\d.]+)", text)]
+    assert all(place >= 0 for place in texts)
+
+
 def test_another_store_takes_the_trials_over_once(tmp_path, study, data):
     path, other = written(tmp_path, study, data)[0], Store(tmp_path / "other")
     assert (import_results(path, other), import_results(path, other)) == (3, 0)
@@ -108,5 +225,5 @@ def test_another_store_takes_the_trials_over_once(tmp_path, study, data):
 def test_a_file_that_holds_no_results_is_refused(tmp_path, content):
     path = tmp_path / "results.json"
     path.write_bytes(content)
-    with pytest.raises(ShoestringError, match="is no results file: make one with `shoestring study report"):
+    with pytest.raises(ShoestringError, match=r"is no results file \(.+\): make one with `shoestring study report"):
         import_results(path, Store(tmp_path / "store"))

@@ -22,7 +22,9 @@ def test_no_line_is_wider_than_the_terminal(data, ledger, width):
 
 
 def test_no_row_is_wrapped_and_the_page_fits_a_screen(data, ledger):
-    data["by_module"] = [{"module": f"{'encoder.' * 12}{n}", "bytes": 10**6, "activation": 10**6} for n in range(30)]
+    data["by_module"] = [
+        {"module": f"{'encoder.' * 12}layer{n}", "bytes": 10**6, "activation": 10**6} for n in range(30)
+    ]
     lines = page(data, ledger)
     assert len(lines) <= 45
     assert sum(".encoder." in line for line in lines) == 10
@@ -49,7 +51,10 @@ def test_an_unknown_workspace_is_not_shown_as_nothing(data):
 
 
 def test_the_peak_is_told_with_its_phase_layer_and_operation(data):
-    assert page(data)[1] == "Peak 213.0 MB in backward, at second, threshold_backward"
+    words = "Peak 213.0 MB in the backward pass, at layer second (a tensor of threshold_backward)"
+    assert " ".join(" ".join(page(data)[1:3]).split()) == words
+    data["budget_bytes"] = 300_000_000
+    assert page(data)[1].startswith("Peak 213.0 MB of a budget of 300.0 MB, in the backward pass, at layer second")
 
 
 def test_the_chart_names_the_phases_and_marks_the_peak(data, ledger):
@@ -89,6 +94,14 @@ def test_large_and_small_totals_keep_readable_digits(data):
 def test_layers_without_categories_are_shown_too(data):
     data["by_module"] = [{"module": "only", "bytes": 4 * 10**6}]
     assert any(line.startswith("only") and "4.000" in line for line in page(data))
+
+
+def test_layers_that_differ_in_their_number_only_share_a_row(data):
+    names = {"blocks.0": 9, "blocks.1": 8, "blocks.2": 8, "blocks.4": 8, "blocks.1.conv": 7, "blocks.2.conv": 7, "": 7}
+    data["by_module"] = [{"module": name, "bytes": size * 10**6} for name, size in names.items()]
+    rows = [line.split()[0] for line in page(data) if line.startswith(("blocks", "(outside"))]
+    assert rows == ["blocks.0", "blocks.1-2,4", "blocks.1-2.conv", "(outside"]
+    assert sum("(each)" in line for line in page(data)) == 2
 
 
 def test_many_microbatches_are_told_by_their_number(data):

@@ -7,7 +7,7 @@ import pytest
 
 from shoestring.studies.jobs import LEASE_SECONDS, Store, identify
 
-JOB = {"kind": "train", "model": "wrn-10-1", "settings": {"nonzero": 30}, "seed": 0}
+JOB = {"kind": "train", "model": "wrn-10-1", "sizes": {"batch": 100}, "settings": {"nonzero": 30}, "seed": 0}
 
 
 @pytest.fixture
@@ -18,6 +18,14 @@ def store(tmp_path):
 def test_equal_jobs_have_one_id_and_others_another():
     assert identify(JOB) == identify(dict(reversed(JOB.items())))
     assert identify(JOB) != identify(JOB | {"seed": 1})
+
+
+@pytest.mark.parametrize("idle", [{"precision": "fp32"}, {"checkpoint": "none"}, {"microbatch": 100}, {"nonzero": 100}])
+def test_settings_that_ask_for_nothing_make_no_other_job(idle):
+    plain = JOB | {"settings": {}}
+    assert identify(JOB | {"settings": idle}) == identify(plain)
+    assert identify(plain) != identify(JOB)
+    assert identify(JOB | {"settings": {"microbatch": 10}}) != identify(plain)
 
 
 def test_a_job_is_claimed_by_one_worker_only(store):

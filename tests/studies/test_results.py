@@ -35,7 +35,8 @@ CLAIM = {"claim": "c", "metric": "accuracy", "row": "b", "minus": "a", "at_least
         ((89.9, 90.0, 90.1), CONFIRMED, ""),
         ((88.0, 88.1, 87.9), NOT_CONFIRMED, ""),
         ((88.5, 89.2, 90.0), NOT_CONFIRMED, "the bound holds for the mean, but not at the interval's end"),
-        ((90.0,), CONFIRMED, "a single seed: no interval"),
+        ((90.0,), NOT_CONFIRMED, "it holds for a single seed, which has no interval"),
+        ((80.0,), NOT_CONFIRMED, "it does not hold for a single seed, which has no interval"),
         ((), NOT_TESTABLE, ""),
     ],
 )
@@ -53,4 +54,11 @@ def test_bytes_are_compared_to_the_printed_digit_in_percent_or_in_every_row():
     every = {"claim": "c", "metric": "measured_mb", "every": True, "at_most": 1.0}
     assert judge(every, rows)["verdict"] == CONFIRMED
     assert judge(every, [rows[0] | {"measured_bytes": 6_800_000}])["verdict"] == NOT_CONFIRMED
-    assert judge(every, [rows[0] | {"measured_bytes": None}])["verdict"] == NOT_TESTABLE
+    unmeasured = judge(every, [rows[0] | {"measured_bytes": None}])
+    assert (unmeasured["verdict"], unmeasured["note"]) == (NOT_TESTABLE, "a row of it is not measured yet")
+    close = every | {"at_least": 0.99, "at_most": 1.01}
+    assert judge(close, [rows[0] | {"measured_bytes": 6_690_000}])["verdict"] == CONFIRMED
+    far = [rows[0] | {"measured_bytes": 6_690_000}, rows[0] | {"measured_bytes": 6_000_000}]
+    assert judge(close, far)["verdict"] == NOT_CONFIRMED  # one of them is far below
+    assert judge(every, rows, smaller=True)["verdict"] == NOT_TESTABLE  # bytes of other images than the paper's
+    assert judge(digits, rows, smaller=True)["verdict"] == CONFIRMED  # the paper's own rules

@@ -10,9 +10,10 @@ import time
 import pytest
 from layouts import write_cifar_binary
 
+from shoestring.studies.data import VARIABLE
 from shoestring.studies.jobs import Store
 from shoestring.studies.results import report
-from shoestring.studies.runner import jobs_of, memory_job, run, training_jobs
+from shoestring.studies.runner import jobs_of, memory_job, run, seconds_left, training_jobs
 from shoestring.studies.study import parse
 
 TEXT = """title = "tiny"
@@ -103,6 +104,31 @@ def test_a_runner_that_was_killed_goes_on_from_its_saves_to_the_same_result(stud
         os.utime(claim, (0, 0))  # as after the lease
     run(killed, jobs, root=data, nice=0)
     assert killed.result(jobs[0])["by_epoch"] == whole.result(jobs[0])["by_epoch"]
+
+
+def test_a_trial_that_somebody_stopped_has_not_failed(study, data, tmp_path):
+    """A machine that shuts down sends SIGTERM to trials and runner alike: the trial saves, and waits to be resumed."""
+    (job,) = [job | {"epochs": 4_000} for job in trainings(study, data, "plain")[:1]]
+    request, answer, log = tmp_path / "job.json", tmp_path / "answer.json", tmp_path / "work" / "run" / "log.jsonl"
+    request.write_text(json.dumps(job))
+    command = [sys.executable, "-m", "shoestring.studies.trial", str(request), str(tmp_path / "work"), str(answer)]
+    trial = subprocess.Popen(command, env={**os.environ, VARIABLE: data})
+    deadline = time.time() + 60
+    while not (log.exists() and log.stat().st_size) and time.time() < deadline:
+        time.sleep(0.05)
+    trial.terminate()
+    trial.wait(60)
+    assert "stopped after update" in json.loads(answer.read_text())["stopped"]
+
+
+def test_one_trial_that_was_paused_for_a_night_does_not_make_the_others_look_long(study, data, tmp_path):
+    store, jobs = Store(tmp_path / "store"), [job | {"seed": seed} for seed in range(5) for job in
+                                              trainings(study, data, "plain")[:1]]  # fmt: skip
+    for job, seconds in zip(jobs, (10.0, 12.0, 50_000.0), strict=False):
+        store.adopt(job, {"seconds": seconds})
+    for job in jobs[3:]:
+        store.add(job)
+    assert seconds_left(store, jobs, workers=1) == 24.0
 
 
 def test_a_row_may_train_longer_and_be_narrower_than_its_scale(data):

@@ -45,8 +45,13 @@ def _cells(predicted: int | None, measured: int | None) -> list[str]:
     """Two sizes -> both and the relative error as text; empty if unknown."""
     if predicted is None or measured is None:
         return ["", "", ""]
-    error = f"{predicted / measured - 1:+.3%}" if measured else ""
+    error = error_words(predicted / measured - 1) if measured else ""
     return [format_bytes(predicted), format_bytes(measured), error]
+
+
+def error_words(error: float) -> str:
+    """A relative error in words; what rounds to nothing has no sign of its own."""
+    return f"{round(error, 5) + 0.0:+.3%}"
 
 
 def _line(cells: Iterable[str], widths: Iterable[int]) -> str:

@@ -1,11 +1,11 @@
-"""Pictures of memory: a step's timeline beside its parts, two timelines, predicted against measured.
+"""Pictures of memory: a step's timeline beside its parts, two timelines, and the style of all our figures.
 
 Needs the extra `plot`. The suffix decides the file format: .svg, .png or .pdf.
 """
 
 import html
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,6 @@ from ..errors import ShoestringError, how_to_install
 from ..ledger import Ledger
 from ..techniques.words import in_words
 from ..units import format_bytes
-from .comparison import Comparison
 from .palette import ACCENT, FAINT, INK, MUTED, in_order, is_light, look, sort_kinds
 from .timeline import Timeline, timeline
 
@@ -25,14 +24,21 @@ if TYPE_CHECKING:
 SUFFIXES = (".svg", ".png", ".pdf")
 _COLUMNS = 300  # as many as a printed figure can show
 ORDER = "one step: allocations in their order (not time)"
-# A page in dark colours shows our inks and papers the other way round; colours of categories stay.
+# A page in dark colours shows our inks and papers the other way round; colours of categories, and what is written on
+# them, stay.
+_ON_LIGHT, _ON_DARK = "#212121", "#fefefe"
 _DARK = "".join(
     f'[style*="{part}: {light}"]{{{part}:{dark} !important}}'
-    for light, dark in ((INK, "#e8e8e8"), (MUTED, "#a8a8a8"), (FAINT, "#3a3a3a"), ("#ffffff", "#16181c"))
+    for light, dark in (
+        (INK, "#e8e8e8"),
+        (MUTED, "#a8a8a8"),
+        (FAINT, "#3a3a3a"),
+        (ACCENT, "#35b8ae"),
+        ("#ffffff", "#16181c"),
+    )
     for part in ("fill", "stroke")
 )
-_HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-_NUMBER: dict[str, Any] = {"va": "center", "size": 8.5, "bbox": _HALO}
+HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
 _STYLE: Any = {
     "font.size": 9.5,
     "text.color": INK,
@@ -139,19 +145,6 @@ def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, mea
         axes[1].set(xlim=(0, 1), yticklabels=[])
 
 
-def comparison_figure(path: str | Path, rows: Sequence[Comparison], band: float = 0.01) -> None:
-    """Rows -> predicted and measured peaks side by side, and the errors within the promised band."""
-    names = 0.2 + 0.07 * max(len(row.name.strip()) for row in rows)  # inches that the longest name takes
-    width = names + 7.9
-    about = "Peaks of " + ", ".join(f"{row.name.strip()} {format_bytes(row.measured_bytes)}" for row in rows) + "."
-    with figure_file(path, width, 0.9 + 0.32 * len(rows), "Predicted and measured peaks of memory", about) as figure:
-        edge = 0.4 / figure.get_figheight()
-        places = ((names, 4.2), (names + 4.7, 2.5))
-        left, right = (figure.add_axes((x / width, edge, w / width, 1 - 2.1 * edge)) for x, w in places)
-        _peaks(left, rows)
-        _errors(right, rows, band)
-
-
 @contextmanager
 def figure_file(path: str | Path, width: float, height: float, title: str = "", about: str = "") -> Iterator["Figure"]:
     """A figure in our style, saved to `path` at the end; an SVG has its title and description, and a dark form."""
@@ -207,7 +200,9 @@ def _areas(axes: "Axes", steps: Timeline, size: float = 9.5) -> None:
     top, floor = max(steps.totals), [0] * len(steps.totals)
     for kind in kinds:
         roof = [low + size for low, size in zip(floor, steps.parts[kind], strict=True)]
-        axes.fill_between(range(len(roof)), floor, roof, step="post", color=look(kind).colour, lw=0)
+        drawn = changes(floor, roof)
+        low, high = ([line[column] for column in drawn] for line in (floor, roof))
+        axes.fill_between(drawn, low, high, step="post", color=look(kind).colour, lw=0)
         if kind != kinds[-1] and steps.microbatches == 1:  # between many, it would hide the narrow ones
             axes.step(range(len(roof)), roof, where="post", color="white", lw=0.5)
         if size:
@@ -231,7 +226,7 @@ def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: 
 
     start = max(range(len(floor) - width), key=lambda s: (room(s), -abs(s - middle)), default=0)
     if room(start) > 0.045 * top:
-        ink = INK if is_light(colour) else "white"
+        ink = _ON_LIGHT if is_light(colour) else _ON_DARK
         centre = start + width / 2, sum(bounds(start)) / 2
         axes.text(*centre, label, ha="center", va="center", weight="bold", color=ink, size=size)
 
@@ -255,8 +250,19 @@ def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any], words: str =
     on_left = column > 0.6 * len(steps.totals)
     side, shift = ("right", -8) if on_left else ("left", 8)
     axes.plot(column, size, "o", color=INK, ms=5)
-    place: Any = {"textcoords": "offset points", "ha": side, "weight": "bold", "bbox": _HALO}
+    place: Any = {"textcoords": "offset points", "ha": side, "weight": "bold", "bbox": HALO}
     axes.annotate(words, (column, size), (shift, 5), **place)
+
+
+def changes(*lines: list[int]) -> list[int]:
+    """The columns at which one of the lines takes another value, the first and the last: all that a step needs.
+
+    >>> changes([1, 1, 2, 2, 2], [5, 5, 5, 6, 6])
+    [0, 2, 3, 4]
+    """
+    points = list(zip(*lines, strict=True))
+    ends = (0, len(points) - 1)
+    return [column for column, point in enumerate(points) if column in ends or point != points[column - 1]]
 
 
 def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) -> None:
@@ -271,12 +277,12 @@ def _outline(axes: "Axes", name: str, steps: Timeline, colour: str, top: int) ->
         words += f", {top / peak[1]:.1f}x less"
     late = peak[0] > 0.6  # then the words go to its left, where there is room
     place: Any = {"xytext": (-8 if late else 8, 9), "textcoords": "offset points", "ha": "right" if late else "left"}
-    axes.annotate(words, peak, **place, color=colour, weight="bold", bbox=_HALO)
+    axes.annotate(words, peak, **place, color=colour, weight="bold", bbox=HALO)
 
 
 def _memory_axis(axes: "Axes", top: int) -> None:
     axes.set_ylim(0, top * 1.1)
-    axes.yaxis.set_major_formatter(lambda size, _: _round_bytes(size) if size else "0")
+    axes.yaxis.set_major_formatter(lambda size, _: round_bytes(size) if size else "0")
     axes.yaxis.grid(True, color=FAINT, lw=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0)
@@ -306,48 +312,7 @@ def _legend(axes: "Axes", kinds: list[str], data: dict[str, Any]) -> None:
         axes.text(0.97, row + 0.5, f"{size / total:.1%}", va="center", ha="right", color=MUTED)
 
 
-# -- predicted against measured ---------------------------------------------------------------------------
-def _peaks(axes: "Axes", rows: Sequence[Comparison]) -> None:
-    """Each model's sizes on a logarithmic scale: the prediction a dot in the measurement's ring."""
-    places = range(len(rows))
-    measured, predicted = [row.measured_bytes for row in rows], [row.predicted_bytes for row in rows]
-    axes.scatter(measured, places, s=95, facecolors="white", edgecolors=INK, linewidths=1.2, zorder=2)
-    axes.scatter(predicted, places, s=30, color=ACCENT, zorder=3)
-    for place, size in enumerate(measured):
-        axes.annotate(format_bytes(size), (size, place), (9, 0), textcoords="offset points", **_NUMBER)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda size, _: _round_bytes(size))
-    axes.minorticks_off()
-    axes.set_xlim(min(measured + predicted) / 1.6, max(measured + predicted) * 4)
-    axes.set_yticks(list(places), [row.name for row in rows], color=INK)
-    axes.set_title("Peak: predicted (dot) in measured (ring)", loc="left", size=10, weight="bold")
-    _rows_axis(axes, len(rows))
-
-
-def _errors(axes: "Axes", rows: Sequence[Comparison], band: float) -> None:
-    """Each prediction's error, over the band that is promised."""
-    reach = max(2 * band, *(1.2 * abs(row.error) for row in rows))
-    axes.axvspan(-band, band, color=ACCENT, alpha=0.13, lw=0)
-    axes.axvline(0, color=MUTED, lw=0.8)
-    for place, row in enumerate(rows):
-        axes.plot([0, row.error], [place, place], color=ACCENT, lw=1.6)
-        axes.plot(row.error, place, "o", color=ACCENT, ms=5.5)
-        axes.annotate(f"{row.error:+.3%}", (reach, place), (3, 0), textcoords="offset points", **_NUMBER)
-    axes.set(xlim=(-reach, reach), xticks=(-band, 0, band), yticks=range(len(rows)), yticklabels=[])
-    axes.xaxis.set_major_formatter(lambda error, _: f"{error:+.0%}" if error else "0")
-    axes.set_title(f"Error, and the promised {band:.0%}", loc="left", size=10, weight="bold")
-    _rows_axis(axes, len(rows))
-
-
-def _rows_axis(axes: "Axes", rows: int) -> None:
-    axes.set_ylim(rows - 0.4, -0.6)
-    axes.yaxis.grid(True, color=FAINT, lw=0.7)
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    axes.spines["left"].set_visible(False)
-
-
-def _round_bytes(size: float) -> str:
+def round_bytes(size: float) -> str:
     """A tick's bytes -> text without needless digits: "50 MB"."""
     value, unit = format_bytes(size).split(" ")
     return f"{float(value):g} {unit}"

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from ..techniques.words import described
 from ..training.events import Evaluated, Evaluating, Event, Listener, Replanned, Updated
@@ -53,11 +55,11 @@ class Words:
             self.evaluating,
             f"loss {now.loss:.4g}",
             self.quality,
+            self.memory,  # before what may be cut off on a narrow terminal
             f"lr {now.lr:.3g}",
             f"{1 / self.pace:.3g} it/s" if self.pace else "",
             f"scale {now.scale:g}" if now.scale is not None else "",
             f"{self.skipped:,} skipped" if self.skipped else "",
-            self.memory,
         )
         return "  ".join(filter(None, parts))
 
@@ -83,11 +85,7 @@ class Lines:
         if isinstance(event, Updated) and self.first is None:
             self.first = event.update, now
         if isinstance(event, Replanned):
-            words = described(event.techniques.items())
-            line = (
-                f"a step needs {format_bytes(event.used_bytes)}: continuing from update {event.update:,} with {words}"
-            )
-            print(line, file=self.file, flush=True)
+            print(_replanned(event), file=self.file, flush=True)
         late = isinstance(event, Updated | Evaluating) and now - self.told > LINE_SECONDS
         if isinstance(event, Evaluated) or late:
             self.told = now
@@ -109,6 +107,13 @@ class Lines:
         return f"{format_seconds(pace * (update.updates - update.update))} left"
 
 
+class Figures(ProgressColumn):
+    """What is known of the run, cut off where the terminal ends."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["figures"], no_wrap=True, overflow="ellipsis")
+
+
 class Bar:
     """A bar of updates with loss, quality, memory against the budget and the time left."""
 
@@ -118,6 +123,8 @@ class Bar:
 
     def __call__(self, event: Event) -> None:
         self.words.hear(event)
+        if isinstance(event, Replanned):
+            self.bar.console.print(_replanned(event), markup=False, highlight=False, soft_wrap=True)
         if update := self.words.now:
             self.bar.update(
                 self.task,
@@ -129,6 +136,11 @@ class Bar:
             )
 
 
+def _replanned(event: Replanned) -> str:
+    words = described(event.techniques.items())
+    return f"a step needs {format_bytes(event.used_bytes)}: continuing from update {event.update:,} with {words}"
+
+
 @contextmanager
 def run_progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[Listener]:
     """An output stream and the budget -> a listener that shows the run's progress."""
@@ -138,9 +150,9 @@ def run_progress(file: TextIO, budget_bytes: int | None = None) -> Iterator[List
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=12),
         TextColumn("{task.fields[count]}"),
-        TextColumn("{task.fields[figures]}", markup=False),
+        Figures(table_column=Column(no_wrap=False)),  # so that it gives way before the others
         TimeRemainingColumn(compact=True),
     )
     with Progress(*columns, console=console, refresh_per_second=4) as bar:

@@ -14,7 +14,7 @@ WIDTH = 10  # of the names in front
 
 
 def row(name: str, words: str) -> str:
-    return f"{name:<{WIDTH}}{words}"
+    return f"{name:<{WIDTH - 1}} {words}"
 
 
 def plan_words(plan: "Plan", risk: str) -> str:
@@ -60,21 +60,30 @@ def _quality(record: "RunRecord") -> str:
 
 def _memory(record: "RunRecord", predicted: int, measured: int) -> str:
     words = f"predicted {format_bytes(predicted)}, measured {format_bytes(measured)}"
-    if measured < 0.99 * predicted:
-        words += f" ({_why_less(record)})"
-    if not record.budget_bytes:
-        return words
-    budget = format_bytes(record.budget_bytes)
-    if record.over_budget:
-        times = "once" if len(record.over_budget) == 1 else f"{len(record.over_budget)} times"
-        where = ", ".join(f"after update {update:,}: {format_bytes(size)}" for update, size in record.over_budget)
-        return f"{words} since it was replanned; over the budget of {budget} {times}, {where}"
-    return f"{words}, within the budget of {budget}"
+    if reason := why_less(record):
+        words += f" (less: {reason})"
+    is_over, is_short = record.over_budget, record.out_of_memory
+    if is_over or is_short:
+        words += " since it was replanned"
+    if record.budget_bytes:
+        budget = format_bytes(record.budget_bytes)
+        words += f"; over the budget of {budget} {_when(is_over)}" if is_over else f", within the budget of {budget}"
+    return words + (f"; the system had less than a step needs {_when(is_short)}" if is_short else "")
 
 
-def _why_less(record: "RunRecord") -> str:
+def _when(found: list[list[int]]) -> str:
+    """Updates and bytes -> how often it was, and when."""
+    times = "once" if len(found) == 1 else f"{len(found)} times"
+    return f"{times}, {', '.join(f'after update {update:,}: {format_bytes(size)}' for update, size in found)}"
+
+
+def why_less(record: "RunRecord") -> str:
+    """Why clearly less was measured than predicted; "" if it was not."""
+    predicted, measured = record.predicted_peak_bytes, record.measured_peak_bytes
+    if predicted is None or measured is None or measured >= 0.99 * predicted:
+        return ""
     if record.updates < 2:
-        return "less: the optimizer's state is made by the first update and needs its memory from the second on"
+        return "the optimizer's state is made by the first update and needs its memory from the second on"
     if record.skipped >= record.updates - 1:
-        return "less: the loss scale skipped the updates, so there is no optimizer state yet"
-    return "less: no batch that was measured was as large as the one planned for"
+        return "the loss scale skipped the updates, so there is no optimizer state yet"
+    return "no batch that was measured was as large as the one planned for"

@@ -3,8 +3,9 @@
 Rows are cut to the width, never wrapped. On a terminal the bars have colours; elsewhere all is plain text.
 """
 
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
@@ -58,7 +59,7 @@ def show_profile(console: Console, data: dict[str, Any], ledger: Ledger | None =
 def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> Iterator[Text]:
     """The page of a profile, line by line."""
     yield from _headline(data, page)
-    yield _peak(data["peak"])
+    yield from _peak(data["peak"], data.get("budget_bytes"), page)
     yield Text()
     yield from _categories(data, page)
     if data["by_module"]:
@@ -83,10 +84,17 @@ def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
         yield Text(line.replace("\u00a0", " "), "bold")
 
 
-def _peak(peak: dict[str, Any]) -> Text:
-    where = [f"in {peak['phase']}", peak["module"] and f"at {peak['module']}", peak.get("operation")]
-    words = " " + ", ".join(filter(None, where))
-    return Text("Peak ").append(format_bytes(peak["bytes"]), "bold").append(words, "not bold")
+def _peak(peak: dict[str, Any], budget_bytes: int | None, page: Page) -> Iterator[Text]:
+    """How much, of which budget, and where; on two lines if they do not fit on one."""
+    phase = {"update": "the optimizer's update", "forward": "the forward pass", "backward": "the backward pass"}
+    operation = str(peak.get("operation") or "").split(".")[0]
+    budget = f" of a budget of {format_bytes(budget_bytes)}," if budget_bytes else ""
+    where = [f"in {phase.get(str(peak['phase']), peak['phase'])}", peak["module"] and f"at layer {peak['module']}"]
+    made = f" (a tensor of {operation})" if operation else ""
+    words = f"{format_bytes(peak['bytes'])}{budget} {', '.join(filter(None, where))}{made}"
+    for number, line in enumerate(textwrap.wrap(words, page.width - 5)):
+        size = len(format_bytes(peak["bytes"])) if number == 0 else 0
+        yield Text("Peak " if number == 0 else " " * 5).append(line[:size], "bold").append(line[size:], "not bold")
 
 
 def _categories(data: dict[str, Any], page: Page) -> Iterator[Text]:
@@ -103,9 +111,9 @@ def _categories(data: dict[str, Any], page: Page) -> Iterator[Text]:
 
 def _layers(data: dict[str, Any], page: Page) -> Iterator[Text]:
     """The heaviest layers, each with a bar of its categories and the name of the largest."""
-    rows, total = data["by_module"][:LAYERS], data["bytes"]["total"]
+    rows, total = _alike(data["by_module"])[:LAYERS], data["bytes"]["total"]
     room = page.bar - 21  # for the name of a category
-    yield _heading("Heaviest layers", total, page)
+    yield _heading("Heaviest layers, own bytes", total, page)
     for row in rows:
         kinds = in_order({name: size for name, size in row.items() if name not in ("module", "bytes")})
         kinds = kinds or {"": row["bytes"]}
@@ -114,6 +122,39 @@ def _layers(data: dict[str, Any], page: Page) -> Iterator[Text]:
         largest = look(max(kinds, key=lambda kind: kinds[kind])).label
         name = row["module"] or "(outside any layer)"
         yield _row(name, row["bytes"], total, page).append(bar).append(largest, "dim")
+
+
+def _alike(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with layers that differ in one number of their names and in nothing else made one: blocks.1-3 (each)."""
+    groups: dict[tuple, list[tuple[str, int, str]]] = {}
+    for row in rows:
+        head, number, tail = _number_in(row["module"])
+        rest = tuple((name, value) for name, value in row.items() if name != "module")
+        groups.setdefault((head, number is None or tail, rest), []).append((head, number or 0, tail))
+    found = []
+    for (_, plain, rest), names in groups.items():
+        head, _, tail = names[0]
+        name = head if plain is True else f"{head}{spans(number for _, number, _ in names)}{tail}"
+        name += " (each)" if len(names) > 1 else ""
+        found.append({"module": name} | dict(rest))
+    return found
+
+
+def _number_in(name: str) -> tuple[str, int | None, str]:
+    """A layer's name -> what is before its first number, the number, and what is after it."""
+    parts = re.split(r"(?<![^.])(\d+)(?![^.])", name, maxsplit=1)
+    return (parts[0], int(parts[1]), parts[2]) if len(parts) == 3 else (name, None, "")
+
+
+def spans(numbers: Iterable[int]) -> str:
+    """Numbers -> 1-3,5."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
 
 
 def _chart(ledger: Ledger, page: Page) -> Iterator[Text]:

@@ -22,15 +22,34 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
+from ..records import file_bytes, read_object
 from ..runs.folder import replace_file
+from ..techniques import WORDS
 
 LEASE_SECONDS = 120.0
 VERSION = 1  # of what decides a result besides its job: raised where a change of ours makes results differ
 
 
 def identify(job: dict[str, Any]) -> str:
-    """A job -> 16 hexadecimal digits, equal for equal jobs only."""
-    return hashlib.sha256(_canonical(job | {"version": VERSION})).hexdigest()[:16]
+    """A job -> 16 hexadecimal digits, equal for jobs of equal results only: settings that ask for nothing are left out,
+    so that the dense network of one study is that of another."""
+    return hashlib.sha256(_canonical(job | {"settings": _asking(job), "version": VERSION})).hexdigest()[:16]
+
+
+def _asking(job: dict[str, Any]) -> Any:
+    settings = job.get("settings")
+    if not isinstance(settings, dict):
+        return settings  # of a damaged file
+    idle = {word.name for word in WORDS if not word.asks(settings.get(word.name))}
+    sizes = job.get("sizes", {})
+    if settings.get("microbatch") == sizes.get("batch", sizes.get("tokens")):
+        idle.add("microbatch")
+    return {key: value for key, value in settings.items() if key not in idle}
+
+
+def size(job: dict[str, Any]) -> int:
+    """The tokens or examples of a job's step."""
+    return next(job["sizes"][key] for key in ("tokens", "batch") if key in job["sizes"])
 
 
 def _canonical(value: Any) -> bytes:
@@ -118,7 +137,7 @@ class Store:
                 try:
                     place.rename(target)
                     os.utime(target)
-                    return Claim(self, id, target, json.loads(target.read_text()))
+                    return Claim(self, id, target, read_object(target.read_bytes()))
                 except FileNotFoundError:
                     continue  # another worker was quicker
                 except ValueError:
@@ -135,9 +154,9 @@ class Store:
     def read(self, id: str) -> dict[str, Any] | None:
         path = self.path / "done" / f"{id}.json"
         try:
-            record = json.loads(path.read_bytes())
+            record = read_object(file_bytes(path))
             seal = record.pop("sha256")
-            if seal == hashlib.sha256(_canonical(record)).hexdigest():
+            if seal == hashlib.sha256(_canonical(record)).hexdigest() and isinstance(record["result"], dict):
                 return record["result"]
         except FileNotFoundError:
             return None
@@ -153,7 +172,7 @@ class Store:
     def reason(self, job: dict[str, Any]) -> str | None:
         """Why a job failed; None if it did not."""
         try:
-            return json.loads((self.path / "failed" / f"{identify(job)}.json").read_bytes())["reason"]
+            return str(read_object((self.path / "failed" / f"{identify(job)}.json").read_bytes())["reason"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 

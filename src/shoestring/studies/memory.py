@@ -1,5 +1,6 @@
 """The memory of a row, counted three ways: by the paper's rules, predicted, and measured on the heap."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ShoestringError
@@ -13,6 +14,7 @@ from ..task import Task
 from ..training.apply import LeanTask, apply
 
 RULES = ("nonzero", "precision", "checkpoint", "microbatch")  # what the paper's rules know
+_KINDS = {Category.MODEL: "model", Category.GRADIENT: "optimizer", Category.OPTIMIZER: "optimizer"}
 
 _batches: dict[str, Any] = {}
 
@@ -36,14 +38,24 @@ def _rules(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Pl
     if [key for key in unknown if not key.startswith("rewire_")] or settings.get("precision") == "bf16":
         raise ShoestringError(f"the paper's rules do not know {', '.join(unknown) or 'bf16'}")
     counted = paper_profile(model, **_only(sizes, "batch", "tokens"), **_only(settings, *RULES))
-    return {"rules_bytes": counted.peak_bytes, "rules_flops_ratio": counted.flops["ratio"]}
+    found = {"rules_bytes": counted.peak_bytes, "rules_flops_ratio": counted.flops["ratio"]}
+    return found | {"rules_parts": _parts(counted.bytes_by_category)}
 
 
 def _predicted(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:
     task = apply(builtin(model, device="meta", **sizes), plan).task
     traced = calibrated(lambda table: profile(task, table))
-    own = traced.ledger.only(*(set(Category) - {Category.INPUT})).peak().bytes
-    return {"predicted_bytes": own, "flops_ratio": traced.flops["ratio"]}
+    own = traced.ledger.only(*(set(Category) - {Category.INPUT}))
+    parts = _parts(own.bytes_by(lambda entry: entry.category))
+    return {"predicted_bytes": own.peak().bytes, "flops_ratio": traced.flops["ratio"], "predicted_parts": parts}
+
+
+def _parts(by_category: Mapping[Any, int]) -> dict[str, int]:
+    """Bytes by category -> those of the paper's three kinds, gradients of weights being the optimizer's."""
+    found = {"model": 0, "optimizer": 0, "activations": 0}
+    for category, size in by_category.items():
+        found[_KINDS.get(Category(category), "activations")] += size
+    return found
 
 
 def _measured(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Plan) -> dict[str, Any]:

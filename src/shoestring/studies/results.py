@@ -1,6 +1,5 @@
 """The results of a study: its rows, and the paper's claims judged by them."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -9,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
+from ..records import file_bytes, matches, read_object
 from .jobs import Store
 from .plans import model_of
 from .runner import memory_job, training_jobs
-from .study import QUALITIES, Row, Study
+from .study import LEARNED, QUALITIES, Row, Study
 
 CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not confirmed", "not testable at this scale"
 MB = 1e6
+_MORE = ("flops_ratio", "rules_flops_ratio", "rules_parts", "predicted_parts")
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,12 @@ class Estimate:
 
 def report(study: Study, scale: str, store: Store, root: str | None = None) -> dict[str, Any]:
     """A study and the store of its jobs -> rows and claims, as far as they are done."""
+    smaller = (sized := study.scale(scale)) is not None and bool(sized.image or sized.width)
     rows = [_row(study, row, scale, store, root) for row in study.rows]
-    claims = [judge(claim, rows) for claim in study.claims]
-    return {"study": study.name, "scale": scale, "title": study.title, "place": study.place,
+    claims = [judge(claim, rows, smaller) for claim in study.claims]
+    if smaller:  # the rules count the paper's own sizes: no figure to put beside the bytes of a smaller step
+        rows = [row | {"rules_bytes": None} for row in rows]
+    return {"study": study.name, "scale": scale, "title": study.title, "place": study.place, "smaller": smaller,
             "rows": rows, "claims": claims}  # fmt: skip
 
 
@@ -64,13 +68,17 @@ def trials(study: Study, scale_name: str, store: Store, root: str | None = None)
 def import_results(path: Path, store: Store) -> int:
     """A results file -> how many of its trials the store did not have yet."""
     try:
-        found = json.loads(path.read_bytes())["trials"]
+        found = read_object(file_bytes(path))["trials"]
+        if not matches(found, list[dict[str, Any]]):
+            raise ValueError("its trials are not a list of objects")
         pairs = [(trial["job"], trial["result"]) for trial in found]
+        if not matches([part for pair in pairs for part in pair], list[dict[str, Any]]):
+            raise ValueError("a job or a result is no object")
     except OSError as error:
         raise ShoestringError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ShoestringError(
-            f"{path} is no results file: make one with `shoestring study report NAME --output DIR`"
+            f"{path} is no results file ({error}): make one with `shoestring study report NAME --output DIR`"
         ) from error
     return sum(store.adopt(job, result) for job, result in pairs)
 
@@ -94,7 +102,8 @@ def _trial(study: Study, row: Row, job: dict[str, Any], result: dict[str, Any]) 
 
 def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
     scale = study.scale(scale_name)
-    memory = store.result(memory_job(study, row, scale)) or {}
+    measuring = memory_job(study, row, scale)
+    memory = store.result(measuring) or {}
     jobs = training_jobs(study, row, scale, root) if scale_name != "memory" and scale is not None else []
     trained = [(job, store.result(job)) for job in jobs]
     values = [result["quality"] for _, result in trained if result]
@@ -107,16 +116,17 @@ def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None
         "settings": {"model": model_of(study, row)} | row.settings,
         "paper": row.paper,
         **{key: memory.get(key) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")},
-        **{key: memory[key] for key in ("flops_ratio", "rules_flops_ratio") if key in memory},
+        **{key: memory[key] for key in _MORE if key in memory},
         "quality": quality,
         "seeds": [job["seed"] for job, result in trained if result],
-        "failed": [reason for job in jobs if (reason := store.reason(job))],
+        "failed": [reason for job in (measuring, *jobs) if (reason := store.reason(job))],
         "notes": memory.get("notes", {}),
     }
 
 
 def metric_of(row: Mapping[str, Any], metric: str) -> Estimate | None:
-    """A row's figure: accuracy, bleu, rules_mb, predicted_mb, measured_mb, flops_percent or rules_flops_percent."""
+    """A row's figure: accuracy, bleu, rules_mb, predicted_mb, measured_mb, flops_percent, rules_flops_percent, or the
+    share of a part, such as rules_activations_percent."""
     if metric in row["quality"]:
         return Estimate(row["quality"][metric], row["quality"]["interval"], len(row["seeds"]))
     if metric.endswith("_mb"):
@@ -125,15 +135,27 @@ def metric_of(row: Mapping[str, Any], metric: str) -> Estimate | None:
     if metric.endswith("flops_percent"):
         ratio = row.get(metric.removesuffix("percent") + "ratio")
         return None if ratio is None else Estimate(100 * (ratio - 1), None, 1)
+    if metric.endswith("_percent"):
+        counting, part = metric.removesuffix("_percent").split("_")
+        parts = row.get(f"{counting}_parts")
+        return None if parts is None else Estimate(100 * parts[part] / sum(parts.values()), None, 1)
     return None
 
 
-def judge(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """A claim and the rows -> what the paper says, what was found, and the verdict."""
-    found = _every(claim, rows) if claim.get("every") else _one(claim, rows)
-    verdict, note = (NOT_TESTABLE, "") if found is None else _verdict(claim, found)
+OF_A_STEP = ("predicted_mb", "measured_mb")
+
+
+def judge(claim: Mapping[str, Any], rows: list[dict[str, Any]], smaller: bool = False) -> dict[str, Any]:
+    """A claim and the rows -> what the paper says, what was found, and the verdict. With smaller images or a narrower
+    network than the paper's, the bytes of a step are no evidence for or against it."""
+    found, missing = None, ""
+    if not smaller or claim["metric"] not in OF_A_STEP:
+        found = _every(claim, rows) if claim.get("every") else _one(claim, rows)
+        missing = "" if claim["metric"] in QUALITIES else "a row of it is not measured yet"
+    verdict, note = (NOT_TESTABLE, missing) if found is None else _verdict(claim, found)
     return {
         "claim": claim["claim"],
+        "metric": claim["metric"],
         "paper": claim.get("paper"),
         "ours": None if found is None else found.value,
         "interval": None if found is None else found.interval,
@@ -155,11 +177,13 @@ def _one(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> Estimate | Non
 
 
 def _every(claim: Mapping[str, Any], rows: list[dict[str, Any]]) -> Estimate | None:
-    """The largest ratio of our figure to the paper's over all rows that have both."""
+    """The largest ratio of our figure to the paper's over all rows that have both; with a bound below too, the one that
+    is farthest from 1."""
     pairs = [(metric_of(row, claim["metric"]), row["paper"].get("memory_mb")) for row in rows]
     ratios = [found.value / printed for found, printed in pairs if found is not None and printed]
     complete = ratios and len(ratios) == sum(bool(printed) for _, printed in pairs)
-    return Estimate(max(ratios), None, 1) if complete else None
+    farthest = max(ratios, key=lambda ratio: abs(ratio - 1) if "at_least" in claim else ratio, default=1.0)
+    return Estimate(farthest, None, 1) if complete else None
 
 
 def _verdict(claim: Mapping[str, Any], found: Estimate) -> tuple[str, str]:
@@ -171,9 +195,10 @@ def _verdict(claim: Mapping[str, Any], found: Estimate) -> tuple[str, str]:
         return (CONFIRMED if abs(value / printed - 1) <= claim["percent"] / 100 else NOT_CONFIRMED), ""
     low, high = claim.get("at_least", -math.inf), claim.get("at_most", math.inf if "at_least" in claim else 1.0)
     holds = low <= value <= high
+    if found.interval is None and claim["metric"] in LEARNED:  # one draw confirms nothing
+        return NOT_CONFIRMED, f"it {'holds' if holds else 'does not hold'} for a single seed, which has no interval"
     if found.interval is None:
-        trained = claim["metric"] in QUALITIES
-        return (CONFIRMED if holds else NOT_CONFIRMED), "a single seed: no interval" if trained else ""
+        return (CONFIRMED if holds else NOT_CONFIRMED), ""
     surely = low <= value - found.interval and value + found.interval <= high
     if surely:
         return CONFIRMED, ""

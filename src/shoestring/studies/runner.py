@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from ..errors import ShoestringError
@@ -25,12 +26,18 @@ from .study import Row, Scale, Study
 
 Job = dict[str, Any]
 Progress = Callable[[str, Job, str], None]  # what happened (started, done, failed), the job, more words
+UNMEASURED = ("lr_multiplier", "rewire_fraction", "rewire_frequency")  # settings on which no byte of a step depends
 BUSY = "another process trains in"  # of the run folder's lock: a worker that was taken for dead still works
 
 
 def memory_job(study: Study, row: Row, scale: Scale | None) -> Job:
-    sizes = size_of(study, scale) | _sizes(scale, row)
-    return {"kind": "memory", "model": model_of(study, row), "sizes": sizes, "settings": _deciding(row)}
+    settings = {key: value for key, value in _deciding(row).items() if key not in UNMEASURED}
+    return {"kind": "memory", **_step(study, row, scale), "settings": settings}
+
+
+def _step(study: Study, row: Row, scale: Scale | None) -> Job:
+    """The step of a row: its model and the sizes of its batch."""
+    return {"model": model_of(study, row), "sizes": size_of(study, scale) | _sizes(scale, row)}
 
 
 def training_jobs(study: Study, row: Row, scale: Scale, root: str | None) -> list[Job]:
@@ -39,8 +46,8 @@ def training_jobs(study: Study, row: Row, scale: Scale, root: str | None) -> lis
     times = row.settings.get("length", 1)
     length = {"epochs": round(times * scale.epochs)} if scale.epochs else {"updates": round(times * scale.updates)}
     kind = "fidelity" if study.quality == "cosine" else "train"
-    job = memory_job(study, row, scale) | {"kind": kind, "data": data, "held_out": study.tuning, **length}
-    job |= {"schedule": scale.schedule}
+    job = {"kind": kind, **_step(study, row, scale), "settings": _deciding(row), "data": data, **length}
+    job |= {"held_out": study.tuning, "schedule": scale.schedule}
     return [job | {"seed": seed} for seed in row.seeds or scale.seeds]
 
 
@@ -130,10 +137,11 @@ def work_off(
     while not stop.is_set() and (claim := store.claim(ids, worker)) is not None:
         progress("started", claim.job, "")
         outcome = do(claim, nice, environment, stop)
-        if outcome is None or BUSY in outcome.get("error", ""):
+        if outcome is None or "stopped" in outcome:
             claim.release()
-            if outcome is not None:
-                stop.wait(LEASE_SECONDS / 4)
+        elif BUSY in outcome.get("error", ""):
+            claim.release()
+            stop.wait(LEASE_SECONDS / 4)
         elif "result" in outcome:
             claim.finish(outcome["result"])
             progress("done", claim.job, "")
@@ -143,7 +151,8 @@ def work_off(
 
 
 def do(claim: Claim, nice: int, environment: dict[str, str], stop: threading.Event) -> dict[str, Any] | None:
-    """Does a job in a process of its own -> its outcome; None if it was told to stop or was taken over."""
+    """Does a job in a process of its own -> its outcome: a `result`, an `error`, or `stopped` by a signal of others,
+    which is no failure; None if we told it to stop or it was taken over."""
     claim.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "job.json", Path(folder) / "answer.json"
@@ -183,8 +192,9 @@ def _ray_worker(path: str, ids: list[str], nice: int, environment: dict[str, str
 
 
 def seconds_left(store: Store, jobs: Iterable[Job], workers: int) -> float | None:
-    """About how long the rest takes: as long as the finished trainings took; None if none has finished."""
+    """About how long the rest takes: as long as the finished trainings took; None if none has finished. By their
+    median: a trial that was paused for a night, or for another program, says nothing of the others."""
     trainings = [job for job in jobs if job["kind"] != "memory"]
     done = [result["seconds"] for job in trainings if (result := store.result(job))]
     open_ones = sum(store.state(job) in ("waiting", "running") for job in trainings)
-    return sum(done) / len(done) * open_ones / max(1, workers) if done else None
+    return median(done) * open_ones / max(1, workers) if done else None

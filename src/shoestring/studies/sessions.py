@@ -11,6 +11,7 @@ from ..models import builtin
 from ..models.dynamicconv import Settings
 from ..task import Task
 from ..training.job import CrossEntropy, Job, Session, image_job, pair_job, scaled
+from .jobs import size
 from .plans import lr_multiplier, plan_of
 
 HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left to train on
@@ -19,7 +20,7 @@ HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left t
 def session(job: dict[str, Any], folder: Path) -> Session:
     """Trains on all training data and is judged on the test set; a tuning job (`held_out`) sees no test set."""
     sizes = job["sizes"]
-    plan = plan_of(job["settings"], next(sizes[key] for key in ("tokens", "batch") if key in sizes))
+    plan = plan_of(job["settings"], size(job))
     made = _translation(job, folder) if "tokens" in sizes else _classification(job, folder)
     return made.build(plan)
 

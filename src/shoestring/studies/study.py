@@ -42,6 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
+from ..records import file_bytes
 
 FOLDER = Path(__file__).parent / "files"
 PAPERS = {
@@ -52,6 +53,7 @@ PAPERS = {
 }
 SCALES = ("memory", "small", "full")
 NUMBER = (int, float)
+MOST_NUMBER = 2**63
 SETTINGS: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "nonzero": NUMBER,
@@ -68,7 +70,8 @@ SETTINGS: dict[str, tuple[type, ...]] = {
     "width": NUMBER,  # of a translation network, in times of the scale's
     "length": NUMBER,  # of the training, in times of the scale's
 }
-QUALITIES = ("accuracy", "bleu", "cosine")  # cosine: of the gradient with the exact one, in a brief plain training
+LEARNED = ("accuracy", "bleu")
+QUALITIES = (*LEARNED, "cosine")  # cosine: of the gradient with the exact one, in a brief plain training
 _TOP: dict[str, tuple[type, ...]] = {
     "title": (str,), "paper": (str,), "place": (str,), "about": (str,), "model": (str,), "batch": (int,),
     "tokens": (int,), "quality": (str,), "tuning": (bool,), "defaults": (dict,), "grid": (dict,), "rows": (list,),
@@ -144,7 +147,11 @@ def load(name: str) -> Study:
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     if not path.is_file():
         raise ShoestringError(f"there is no study {name!r}: use one of {', '.join(names())}, or a .toml file")
-    return parse(path.read_text(), path.stem, str(path))
+    try:
+        text = file_bytes(path).decode()
+    except (OSError, ValueError) as error:
+        raise ShoestringError(f"{path} cannot be read as the text of a study: {error}") from None
+    return parse(text, path.stem, str(path))
 
 
 class _Source:
@@ -170,7 +177,9 @@ class _Source:
                 raise self.wrong(key, f"is not known in {where}: use {', '.join(known)}")
             if not isinstance(value, known[key]) or (isinstance(value, bool) and bool not in known[key]):
                 wanted = " or ".join(kind.__name__ for kind in known[key])
-                raise self.wrong(key, f"of {where} is {value!r}, and must be {wanted}")
+                raise self.wrong(key, f"of {where} is {value!r:.60}, and must be {wanted}")
+            if isinstance(value, int | float) and not abs(value) < MOST_NUMBER:  # nor is NaN
+                raise self.wrong(key, f"of {where} is {value!r:.60}, which is no number to count with")
 
 
 def parse(text: str, name: str, path: str) -> Study:
@@ -178,16 +187,19 @@ def parse(text: str, name: str, path: str) -> Study:
     source = _Source(text, path)
     try:
         top = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ShoestringError(f"{path} is not TOML: {error}") from None
     source.check(top, _TOP, "a study")
     for key in ("title", "paper", "place", "model"):
         if key not in top:
             raise ShoestringError(f"{path}: {key} is missing")
+    for key in ("batch", "tokens"):
+        if top.get(key, 1) < 1:
+            raise source.wrong(key, f"is {top[key]}, and must be at least 1")
     if top["paper"] not in PAPERS:
-        raise source.wrong("paper", f"is {top['paper']!r}: use {' or '.join(PAPERS)}")
+        raise source.wrong("paper", f"is {top['paper']!r:.60}: use {' or '.join(PAPERS)}")
     if top.get("quality", "accuracy") not in QUALITIES:
-        raise source.wrong("quality", f"is {top['quality']!r}: use {' or '.join(QUALITIES)}")
+        raise source.wrong("quality", f"is {top['quality']!r:.60}: use {' or '.join(QUALITIES)}")
     rows = tuple(_rows(top, source))
     return Study(
         name=name,
@@ -206,6 +218,8 @@ def _rows(top: dict[str, Any], source: _Source) -> Iterable[Row]:
     if "grid" in top:
         yield from _grid(top["grid"], defaults, source)
         return
+    if not top["rows"]:
+        raise source.wrong("rows", "are an empty list: give at least one")
     labels: set[str] = set()
     for number, table in enumerate(top["rows"]):
         source.check(table, SETTINGS | {"label": (str,), "paper": (dict,), "seeds": (list,)}, "rows")
@@ -252,10 +266,10 @@ def _scale(name: str, table: Any, source: _Source) -> Scale:
 
 def _seeds(values: list[Any], source: _Source) -> Iterable[int]:
     if not values or len(set(map(str, values))) != len(values):
-        raise source.wrong("seeds", f"are {values}: give different whole numbers from 0 on")
+        raise source.wrong("seeds", f"are {values!s:.60}: give different whole numbers from 0 on")
     for value in values:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise source.wrong("seeds", f"have {value!r} among them: give whole numbers from 0 on")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < MOST_NUMBER:
+            raise source.wrong("seeds", f"have {value!r:.60} among them: give whole numbers from 0 on")
         yield value
 
 

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
+from ..runs.log import Log
+from ..training.interrupts import Interrupted
 from .data import find_data
+from .jobs import size
 from .plans import lr_multiplier, plan_of
 
 PROBES = 5  # steps at which a fidelity job compares gradients
@@ -22,6 +25,8 @@ def main(job_path: str, folder: str, answer: str) -> int:
     outcome: dict[str, Any]
     try:
         outcome = {"result": _KINDS[job["kind"]](job, Path(folder))}
+    except Interrupted as stopped:
+        outcome = {"stopped": str(stopped)}
     except ShoestringError as error:
         outcome = {"error": str(error)}
     except Exception as error:  # told as it is: the other trials go on
@@ -30,23 +35,27 @@ def main(job_path: str, folder: str, answer: str) -> int:
     return 0 if "result" in outcome else 1
 
 
+def _use_threads() -> None:
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
 def measure(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     from .memory import memory
 
     sizes = job["sizes"]
-    plan = plan_of(job["settings"], next(sizes[key] for key in ("tokens", "batch") if key in sizes))
+    plan = plan_of(job["settings"], size(job))
     return memory(job["model"], sizes, job["settings"], plan)
 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Trains as the job says -> the quality by epoch and the other results of a trial."""
-    import torch
-
     from ..training.loop import train
     from ..training.schedules import schedule
     from .sessions import session
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _use_threads()
     lesson = session(job, find_data(job["data"]["name"]))
     length = {key: job[key] for key in ("epochs", "updates") if job.get(key)}
     updates = length.get("updates") or length["epochs"] * len(lesson.data)
@@ -76,24 +85,22 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def fidelity(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Trains plainly for the job's updates -> the cosine of the whole gradient by probe, and of each layer's."""
-    from itertools import count
     from time import perf_counter
 
-    import torch
-
-    from ..fidelity import probe
+    from ..fidelity import endless, probe
     from ..profiling import profile
+    from ..runs.record import environment
     from .sessions import session
 
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    _use_threads()
     start, updates, codec = perf_counter(), job["updates"], job["settings"]["activations"]
     settings = {key: value for key, value in job["settings"].items() if key != "activations"}
     lesson = session(job | {"settings": settings}, find_data(job["data"]["name"]))
-    batches = (lesson.data.read(epoch, number) for epoch in count() for number in range(len(lesson.data)))
     every = max(1, updates // PROBES)
     found = probe(
-        lesson.lean.task, batches, updates, [codec], every, peak=lambda task: profile(task, brief=True).peak_bytes
-    )
+        lesson.lean.task, endless(lesson.data), updates, [codec], every,
+        peak=lambda task: profile(task, brief=True).peak_bytes,
+    )  # fmt: skip
     (whole,) = found.whole
     return {
         "quality_name": "cosine",
@@ -104,13 +111,13 @@ def fidelity(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "layers": found.to_json()["layers"],
         "updates": found.steps,
         "seconds": perf_counter() - start,
-        "environment": {"cpu_model": cpu_model(), "torch": torch.__version__},
+        "environment": environment() | {"cpu_model": cpu_model()},
     }
 
 
 def _by_epoch(log: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+    lines = [line.content for line in Log(log).read()]
+    return [line[name] for line in lines if line is not None and name in line]
 
 
 def cpu_model() -> str:

@@ -39,6 +39,9 @@ function budgetLine(box, y, size) {
     mark("text", { class: "budget-word", x: box.right - 2, y: y(size) - 5, "text-anchor": "end" }, `budget ${bytes(size)}`));
 }
 
+// A name that must fit: of layers the end is kept, which tells them apart, of words the beginning.
+const cut = (text, most) => (text.length <= most ? text : text.includes(" ") ? `${text.slice(0, most - 1)}…` : `…${text.slice(1 - most).replace(/^\./, "")}`);
+
 // A step's live bytes stacked by category. The arrow keys, Home, End and P (the peak) move the chosen moment.
 function timelineChart(name, step, budget) {
   const count = step.totals.length, kinds = kindsOf(step.parts);
@@ -71,7 +74,8 @@ function timelineChart(name, step, budget) {
       x(span.end) - x(span.first) > 56 ? mark("text", { class: "soft", x: (x(span.first) + x(span.end)) / 2, y: box.bottom + 21, "text-anchor": "middle" }, span.phase) : null));
     const cursor = mark("line", { class: "cursor", y1: box.top, y2: box.bottom });
     const dot = mark("circle", { r: 4, fill: "var(--ink)", class: "peak-dot", cx: x(step.peak_column + 0.5), cy: y(step.totals[step.peak_column]) });
-    const peak = mark("text", { x: Math.min(Math.max(x(step.peak_column + 0.5), box.left + 40), box.right - 40), y: y(step.totals[step.peak_column]) - 7, "text-anchor": "middle" }, bytes(step.totals[step.peak_column]));
+    const late = x(step.peak_column + 0.5) > box.right - 80; // then its number is left of the cursor's line, which must not cross it
+    const peak = mark("text", { class: "peak-word", x: x(step.peak_column + 0.5) + (late ? -7 : 7), y: y(step.totals[step.peak_column]) - 7, "text-anchor": late ? "end" : "start" }, bytes(step.totals[step.peak_column]));
     move = () => { for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(chosen + 0.5)); };
     const column = (event) => {
       const area = event.currentTarget.getBoundingClientRect();
@@ -187,7 +191,7 @@ function treemap(name, step) {
       const letters = Math.floor((w - 10) / 7), full = layer(module), fits = letters > 4 && h > 20;
       const offset = w >= h ? kinds.slice(0, kinds.indexOf(widest)).reduce((sum, kind) => sum + (parts[kind] / size) * w, 0) : 0;
       const room = Math.floor((w - offset - 10) / 7), low = w >= h ? 0 : kinds.slice(0, kinds.indexOf(widest)).reduce((sum, kind) => sum + (parts[kind] / size) * h, 0);
-      const writing = fits && room > 4 && h - low > 20 ? [mark("text", { class: isLight(look(widest).colour) ? "on-light" : "on-dark", x: x + offset + 5, y: y + low + 15 }, full.length > room ? "…" + full.slice(-(room - 1)) : full),
+      const writing = fits && room > 4 && h - low > 20 ? [mark("text", { class: isLight(look(widest).colour) ? "on-light" : "on-dark", x: x + offset + 5, y: y + low + 15 }, cut(full, room)),
         h - low > 38 ? mark("text", { class: isLight(look(widest).colour) ? "on-light" : "on-dark", x: x + offset + 5, y: y + low + 30 }, bytes(size, 3)) : null] : [];
       return told(mark("g", { class: "module" }, ...strips, mark("rect", { class: "cell", x, y, width: w, height: h, fill: "none" }), ...writing), text);
     });
@@ -205,7 +209,7 @@ function bars(label, rows, budget) {
       let at = 0;
       const parts = row.parts ? kindsOf(row.parts).filter((kind) => row.parts[kind] > 0).map((kind) => ({ name: look(kind).label, colour: look(kind).colour, size: row.parts[kind] })) : [{ name: "", colour: row.colour, size: row.size }];
       const most = Math.floor(left / 7), y = place * each + 22;
-      return mark("g", {}, mark("text", { x: left - 8, y: y + 16, "text-anchor": "end" }, row.label.length > most ? "…" + row.label.slice(1 - most) : row.label),
+      return mark("g", {}, mark("text", { x: left - 8, y: y + 16, "text-anchor": "end" }, cut(row.label, most)),
         ...parts.map((part) => {
           const start = x(at);
           at += part.size;

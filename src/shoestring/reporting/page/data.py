@@ -1,6 +1,5 @@
 """The data of a page: from a run folder, whatever state it is in, or from a study's report."""
 
-import json
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -8,10 +7,13 @@ from typing import Any
 
 from ...errors import ShoestringError
 from ...planning.plan import Plan
+from ...records import file_bytes
 from ...runs.folder import RunFolder
+from ...runs.log import Log
 from ...runs.record import RunRecord, read_record
 from ...techniques.words import in_words
 from ..palette import LOOKS
+from ..run_words import why_less
 from .steps import steps_of
 
 POINTS = 500  # of a curve
@@ -31,10 +33,12 @@ def run_data(path: Path) -> dict[str, Any]:
     if not any(part.exists() for part in (folder.record_path, folder.plan_path, folder.log.path)):
         raise ShoestringError(f"{path} holds no run: name the folder of one (`shoestring train --run DIR` makes it)")
     record, plan = _record(folder, notes), _plan(folder, notes)
-    lines = _log(folder.log.path, notes)
+    lines = _log(folder.log, notes)
     update = max((line["update"] for line in lines), default=0)
     length = record.settings.get("updates") if record else None
     state = _state(folder, record, update, length)
+    if record is not None and update < record.updates:
+        notes.append(f"its log ends at update {update:,}, and {record.updates:,} were done: a part of it is lost")
     if not folder.saves.updates():
         notes.append("there is no save of it yet")
     steps, said = steps_of(path, record, plan)
@@ -54,7 +58,8 @@ def run_data(path: Path) -> dict[str, Any]:
 
 def _shown(record: RunRecord) -> dict[str, Any]:
     """A record as JSON, with each technique's value in the words of the command line."""
-    return record.to_json() | {"settings": {key: _in_words(value) for key, value in record.settings.items()}}
+    settings = {key: _in_words(value) for key, value in record.settings.items()}
+    return record.to_json() | {"settings": settings, "why_less": why_less(record)}
 
 
 def _in_words(value: Any) -> Any:
@@ -69,7 +74,7 @@ def _record(folder: RunFolder, notes: list[str]) -> RunRecord | None:
         notes.append("its record is not written yet")
         return None
     try:
-        record = read_record(folder.record_path)
+        record = read_record(folder.record_path, notes.append)
     except ShoestringError as error:
         notes.append(str(error))
         return None
@@ -81,33 +86,26 @@ def _record(folder: RunFolder, notes: list[str]) -> RunRecord | None:
 
 def _plan(folder: RunFolder, notes: list[str]) -> Plan | None:
     try:
-        return Plan.from_json(folder.plan_path.read_text())
+        return Plan.from_json(file_bytes(folder.plan_path).decode())
     except (OSError, ShoestringError, TypeError, ValueError) as error:
         notes.append(f"its plan cannot be read: {error}")
         return None
 
 
-def _log(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+def _log(log: Log, notes: list[str]) -> list[dict[str, Any]]:
     """The readable lines of a log; a killed process may have left half a line."""
-    try:
-        texts = path.read_bytes().splitlines()
-    except OSError:
+    if not log.path.is_file():
         notes.append("it has no log yet: no update was done")
         return []
-    lines = [line for text in texts if (line := _line(text)) is not None]
-    if len(lines) < len(texts):
-        notes.append(f"{len(texts) - len(lines)} of {len(texts)} lines of its log cannot be read and are left out")
+    found = list(log.read())
+    lines = [line.content for line in found if line.content is not None]
+    if (found[-1].end if found else 0) < log.path.stat().st_size:
+        notes.append("the last line of its log was cut off and is left out")
+    if damage := log.damage():
+        notes.append(damage)
     if not lines:
         notes.append("no update was done yet")
     return lines
-
-
-def _line(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and isinstance(line.get("update"), int) else None
 
 
 def _state(folder: RunFolder, record: RunRecord | None, update: int, length: Any) -> str:
@@ -165,7 +163,7 @@ def study_data(found: dict[str, Any], where: str = "the study's report") -> dict
         "scale": found.get("scale", ""),
         "title": found.get("title", ""),
         "place": found.get("place", ""),
-        "rows": [_row(row) for row in rows],
+        "rows": [_row(row, bool(found.get("smaller"))) for row in rows],
         "claims": claims,
     }
 
@@ -180,14 +178,15 @@ def _are_claims(claims: Any) -> bool:
     return isinstance(claims, list) and all(isinstance(claim, dict) for claim in claims)
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the figures of both: bytes, and the quality by its name, ours and as printed."""
+def _row(row: dict[str, Any], smaller: bool) -> dict[str, Any]:
+    """A row with the figures of both: bytes, and the quality by its name, ours and as printed. The paper's bytes are no
+    figure to put beside those of a smaller step."""
     paper, quality = row.get("paper") or {}, row.get("quality") or {}
     names = [key for key in quality if key not in ("interval", "values")]
     printed = [key for key in paper if key not in ("memory_mb", "interval")]
     settings = row["settings"]
     label = row.get("label") or ", ".join(f"{key} {value}" for key, value in settings.items())
-    megabytes = paper.get("memory_mb")
+    megabytes = None if smaller else paper.get("memory_mb")
     return {
         "label": label,
         "settings": settings,

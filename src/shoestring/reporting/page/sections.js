@@ -5,12 +5,13 @@ const record = (run) => run.record || {};
 const said = (text) => (runs.length > 1 ? text : text[0].toUpperCase() + text.slice(1)); // after a run's name, or alone
 const named = (run) => (runs.length > 1 ? `${run.name}: ` : "");
 
+const judged = (name, value) => (name === "accuracy" ? `${value.toFixed(1)}%` : plain(value));
 function facts(run) {
   const { quality_name: name, quality, best_quality: best, best_update: at, seconds, budget_bytes: budget } = record(run);
   const found = [["predicted peak", bytes(record(run).predicted_peak_bytes)], ["measured peak", bytes(record(run).measured_peak_bytes)]];
   if (isNumber(budget)) found.push(["budget", bytes(budget)]);
-  if (isNumber(quality)) found.push([`${name} at the end`, plain(quality)]);
-  if (isNumber(best)) found.push([`best ${name}${isNumber(at) ? `, update ${at.toLocaleString("en")}` : ""}`, plain(best)]);
+  if (isNumber(quality)) found.push([`${name} at the end`, judged(name, quality)]);
+  if (isNumber(best)) found.push([`best ${name}${isNumber(at) ? `, update ${at.toLocaleString("en")}` : ""}`, judged(name, best)]);
   if (isNumber(seconds)) found.push(["trained for", seconds < 120 ? `${plain(seconds)} s` : seconds < 7200 ? `${plain(seconds / 60)} min` : `${plain(seconds / 3600)} h`]);
   return node("dl", { class: "facts" }, ...found.map(([word, value]) => node("div", {}, node("dt", {}, word), node("dd", {}, value))));
 }
@@ -65,11 +66,11 @@ function predictions() {
   section("prediction", "Predicted against measured", bars("Predicted and measured peaks", rows, budgets.length === 1 ? budgets[0] : null),
     legend([...kindsOf(parts).filter((kind) => parts[kind] > 0).map(look), { label: "measured", colour: "var(--line)" }]),
     ...runs.map((run) => {
-      const { predicted_peak_bytes: predicted, measured_peak_bytes: measured, budget_bytes: budget } = record(run);
+      const { predicted_peak_bytes: predicted, measured_peak_bytes: measured, budget_bytes: budget, why_less: why } = record(run);
       if (!isNumber(predicted) || !isNumber(measured)) return node("p", { class: "note" }, `${named(run)}${said(isNumber(predicted) ? "no step of it was measured" : "its memory was not predicted")}.`);
       const within = isNumber(budget) ? `; ${measured <= budget ? "within" : "over"} the budget of ${bytes(budget)}` : "";
       if (predicted === measured) return node("p", {}, `${named(run)}${said("the memory was predicted to the byte")}${within}.`);
-      return node("p", {}, `${named(run)}${said("the prediction")} is ${bytes(Math.abs(predicted - measured))} (${((100 * Math.abs(predicted - measured)) / measured).toFixed(2)}%) ${predicted < measured ? "under" : "over"} what was measured${within}.`);
+      return node("p", {}, `${named(run)}${said("the prediction")} is ${bytes(Math.abs(predicted - measured))} (${((100 * Math.abs(predicted - measured)) / measured).toFixed(2)}%) ${predicted < measured ? "under" : "over"} what was measured${within}${why ? ` (${why})` : ""}.`);
     }));
 }
 
@@ -77,7 +78,7 @@ function curves() {
   const series = (key) => runs.map((run, place) => ({ label: runs.length > 1 ? run.name : "", colour: COLOURS[place], dash: place ? "6 3" : null, points: run.curves[key] })).filter((one) => one.points.length);
   const names = [...new Set(runs.map((run) => run.curves.quality_name).filter(Boolean))], charts = [];
   if (series("loss").length) charts.push(lineChart("Loss", series("loss"), plain));
-  if (series("quality").length && names.length === 1) charts.push(lineChart(names[0], series("quality"), plain));
+  if (series("quality").length && names.length === 1) charts.push(lineChart(names[0].charAt(0).toUpperCase() + names[0].slice(1), series("quality"), plain));
   if (names.length > 1) charts.push(node("p", { class: "note" }, `The runs are judged by different figures (${names.join(" and ")}), which are not drawn in one chart.`));
   if (series("memory").length) {
     const lines = runs.length > 1 ? [] : [{ value: record(runs[0]).budget_bytes, label: `budget ${bytes(record(runs[0]).budget_bytes)}` }, { value: record(runs[0]).predicted_peak_bytes, label: "predicted", colour: "var(--muted)", start: true }].filter((line) => isNumber(line.value));

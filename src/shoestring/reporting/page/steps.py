@@ -1,12 +1,12 @@
 """The memory of a step, as data of a page: the timeline, the peak, and what is alive at it, of one ledger."""
 
-import json
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ShoestringError
 from ...ledger import Entry
+from ...records import file_bytes, read_sealed, seal
 from ..timeline import timeline
 
 if TYPE_CHECKING:
@@ -69,14 +69,14 @@ def write_steps(path: Path, steps: dict[str, Any]) -> None:
     from ...runs.folder import replace_file
 
     path.mkdir(parents=True, exist_ok=True)
-    replace_file(path / STEPS, json.dumps(steps))
+    replace_file(path / STEPS, seal(steps))
 
 
 def steps_of(path: Path, record: "RunRecord | None", plan: "Plan | None") -> tuple[dict[str, Any], list[str]]:
     """A run folder, its record and its plan -> the steps, plain and lean, and what is to be said about them."""
     try:
-        steps = json.loads((path / STEPS).read_bytes())
-        if isinstance(steps, dict) and all(_is_step(step) for step in steps.values()):
+        steps, _ = read_sealed(file_bytes(path / STEPS))
+        if all(_is_step(step) for step in steps.values()):
             return steps, []
         return {}, [f"{STEPS} is damaged: the memory of a step is not shown"]
     except FileNotFoundError:
