@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-cores test-slow test-zoo test-versions dist lint clean
+# Two workers of pytest with two threads each on two cores: threads that wait must sleep, not spin.
+test test-cores test-slow test-faults: export OMP_WAIT_POLICY := passive
+
+.PHONY: demo test test-cores test-slow test-faults test-zoo test-versions dist lint clean
 demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
@@ -18,9 +21,17 @@ test-cores: $(READY)
 	for core in generic torch; do \
 	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest -n 2 $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
 	done
+	case $$(uname -m) in x86_64) SHOESTRING_CORE=lanes16 $(BIN)/python -m pytest -n 2 tests/kernels || exit 1;; esac
+	$(BIN)/python -m pytest -rs -m slow tests/kernels/test_cross_compile.py
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600
+
+# Kills, faults, flips and fuzzing with the full numbers: hours on two cores, and docs/reliability.md at its end.
+# SHARE=0.1 takes a tenth of each; short forms of all are in `make test`.
+SHARE ?= 1
+test-faults: $(READY)
+	$(BIN)/python tests/faults/run.py --share $(SHARE) --write docs/reliability.md
 
 # Real models: an hour on two cores, and docs/zoo.md at its end.
 test-zoo: $(READY)

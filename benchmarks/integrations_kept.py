@@ -2,6 +2,7 @@
 
     python benchmarks/integrations_kept.py --write docs/integrations/budgets_kept.md   # fails where one was broken
     python benchmarks/integrations_kept.py --model vit --share 0.5
+    python benchmarks/integrations_kept.py --store kept.jsonl   # goes on where it, or another process, has stopped
 
 A budget is a share of what the host's training takes on the heap under an empty plan. Each case is a fresh process: a
 warm-up plans and trains, and then the same plan is trained again under the meter, from building the model to the end of
@@ -17,7 +18,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,9 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module], Callable[[int], list], int
 def train(name: str, budget: int | None, told: str) -> Any:
     """Builds a model and trains it by its host; what the heap meter measures."""
     host, build, examples, size = MODELS[name]
-    data = _data.setdefault(name, examples(UPDATES * BATCHES * size))
+    if name not in _data:  # the warm-up's: data are not the training's memory
+        _data[name] = examples(UPDATES * BATCHES * size)
+    data = _data[name]
     how = {"plan": _plans[name]} if name in _plans else {"plan": shoestring.Plan()} if budget is None else {}
     torch.manual_seed(0)
     run = _huggingface if host == "Hugging Face" else _lightning
@@ -166,7 +169,19 @@ class Case:
         return self.budget is None or self.heap <= self.budget
 
 
-def measured(name: str, budget: int | None) -> Case:
+def measured(name: str, budget: int | None, store: Path | None = None) -> Case:
+    known = [Case(**json.loads(line)) for line in store.read_text().splitlines()] if store and store.exists() else []
+    for case in known:
+        if (case.model, case.budget) == (name, budget):
+            return case
+    case = _measured(name, budget)
+    if store:
+        with store.open("a") as file:
+            file.write(json.dumps(asdict(case)) + "\n")
+    return case
+
+
+def _measured(name: str, budget: int | None) -> Case:
     with tempfile.TemporaryDirectory() as folder:
         told = Path(folder) / "told.json"
         heap = measure_heap(f"{__file__}:train", [name, budget, str(told)]).peak_bytes
@@ -174,12 +189,12 @@ def measured(name: str, budget: int | None) -> Case:
     return Case(MODELS[name][0], name, budget, found["plan"], found["mem/predicted_bytes"], heap)
 
 
-def cases(name: str, shares: list[float]) -> Iterator[Case]:
-    plain = measured(name, None)
+def cases(name: str, shares: list[float], store: Path | None) -> Iterator[Case]:
+    plain = measured(name, None, store)
     print(plain, file=sys.stderr, flush=True)
     for share in shares:
         try:
-            case = measured(name, round(share * plain.heap))
+            case = measured(name, round(share * plain.heap), store)
         except shoestring.ShoestringError as error:  # nothing fits: no budget to keep
             print(f"{name}, {share:.0%}: {error}", file=sys.stderr, flush=True)
             continue
@@ -195,7 +210,7 @@ def report(found: list[Case]) -> str:
     ]
     kept = sum(case.kept for case in found)
     return f"""# Budgets of integrations, kept on the heap: {kept} of {len(found)}
-{" ".join(__doc__.splitlines()[5:]).strip()} Batches of an update that were fetched ahead are in
+{" ".join(__doc__.splitlines()[6:]).strip()} Batches of an update that were fetched ahead are in
 it. Where: {cpu_name()}; torch {torch.__version__}; {datetime.date.today()}. By:
 `{" ".join(["python", "benchmarks/integrations_kept.py", *sys.argv[1:]])}`
 
@@ -209,9 +224,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--share", type=float, nargs="+", default=list(SHARES))
+    parser.add_argument("--store", type=Path, help="a file of the cases that were measured")
     parser.add_argument("--write", type=Path, help="a file for the table")
     args = parser.parse_args()
-    found = [case for name in args.model for case in cases(name, args.share)]
+    found = [case for name in args.model for case in cases(name, args.share, args.store)]
     text = report(found)
     print(text)
     if args.write:

@@ -5,11 +5,12 @@
     python benchmarks/lean_steps.py --heap --plan checkpoint=residual-2* microbatch=10
 
 The heap figure is what the process allocates above its state after a warm-up of the same configuration, model building
-included and the batch not: it is in place before. `pytorch` rows are PyTorch alone: channels_last, or
-torch.utils.checkpoint around each block.
+included and the batch not: it is in place before. `pytorch` rows are PyTorch alone: channels_last,
+torch.utils.checkpoint around each block, or, with --compile, torch.compile. Ratios are to the faster eager layout.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -36,6 +37,7 @@ PLANS = (
     {"checkpoint": "residual-2*"},
     {"checkpoint": "residual-2*", "microbatch": 10},
 )
+LAYOUTS = ({}, {"pytorch": "channels_last"})  # of plain eager PyTorch: the baselines
 _batches: dict[tuple[str, int], tuple] = {}
 
 
@@ -46,6 +48,7 @@ def steps(model: str, size: int, plan: dict, count: int = 2) -> shoestring.train
     batch = _batches.setdefault((model, size), task.batch)
     lean = build(task.with_(batch=batch), plan)
     del task  # nor is the description of the dense model
+    gc.collect()  # nor what PyTorch's fake tensors left in cycles while techniques were applied; `train` does the same
     for _ in range(count):
         lean.step(batch)
     return lean
@@ -64,6 +67,8 @@ def build(task: shoestring.Task, plan: dict) -> shoestring.training.apply.LeanTa
     materialise(lean.model)
     if peer == "channels_last":
         lean.model.to(memory_format=torch.channels_last)
+    if peer == "compile":
+        lean.model.compile()
     for block in lean.model.blocks if peer == "checkpoint" else []:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return lean
@@ -95,19 +100,21 @@ def main() -> None:
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[2])
+    parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--plan", nargs="+", action="append", help="FIELD=VALUE ..., may be repeated")
     args = parser.parse_args()
     plans = [dict(map(parse, plan)) for plan in args.plan] if args.plan else list(PLANS)
-    if args.plan and args.time:
-        plans = [{}, *plans]
+    plans = [*LAYOUTS, *([{"pytorch": "compile"}] if args.compile else []), *(p for p in plans if p not in LAYOUTS)]
     if args.heap:
         for plan in plans:
             print(f"{json.dumps(plan):60} heap peak {format_bytes(heap(args.model, args.batch, plan))}", flush=True)
     for threads in args.threads if args.time else []:
         torch.set_num_threads(threads)
         medians = times(args.model, args.batch, plans, args.repeats)
+        best = min(medians[: len(LAYOUTS)])
+        print(cpu_name())
         for plan, seconds in zip(plans, medians, strict=True):
-            print(f"{json.dumps(plan):60} {threads} threads {seconds:.3f} s  {seconds / medians[0]:.2f}x", flush=True)
+            print(f"{json.dumps(plan):60} {threads} threads {seconds:.3f} s  {seconds / best:.2f}x", flush=True)
 
 
 def cpu_name() -> str:

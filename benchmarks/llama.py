@@ -2,10 +2,7 @@
 
 python benchmarks/llama.py --budget 24GB 16GB --risk approximate
 
-On an AMD EPYC that others kept busy, 2026-11-16:
-
-    24GB: precision bf16, optimizer sm3+8bit+no-gradient, activations offload: 21.12 GB; 146 s of CPU, 8 traces
-    16GB: precision bf16, optimizer adafactor+no-gradient, activations offload: 14.28 GB; 126 s of CPU, 8 traces
+The table is in docs/planning_time.md.
 """
 
 import argparse

@@ -13,6 +13,9 @@ from torch import nn
 
 import shoestring
 from shoestring import SGD, Plan, Task
+from shoestring.reporting.figures import figure_file, round_bytes
+from shoestring.reporting.palette import ACCENT, FAINT, INK, MUTED
+from shoestring.units import format_bytes
 
 DEPTHS = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -54,21 +57,28 @@ def main() -> None:
 
 
 def draw(path: str, rows: list[tuple[int, int, int]]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     depths, plain, lean = zip(*rows, strict=True)
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    axes.loglog(depths, [b / 1e6 for b in plain], "o-", label="none", color="#888888")
-    axes.loglog(depths, [b / 1e6 for b in lean], "o-", label="optimal", color="#2a6f97")
-    root = [lean[0] / 1e6 * (d / depths[0]) ** 0.5 for d in depths]
-    axes.loglog(depths, root, ":", color="#2a6f97", label="square root of the depth")
-    axes.set(xlabel="layers", ylabel="activations at the peak, MB", title="A plain chain, checkpointed")
-    axes.set_xticks(depths, [str(d) for d in depths])
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    title = "Activations of a plain chain by depth, with and without checkpointing"
+    about = "; ".join(f"{depth} layers: {a / 1e6:.1f} MB, optimal {b / 1e6:.1f} MB" for depth, a, b in rows)
+    with figure_file(path, 6.4, 4.2, title, f"{about}.") as figure:
+        figure.text(0.02, 0.95, "Activations at the peak of a plain chain", size=12, weight="bold", va="center")
+        axes = figure.add_axes((0.1, 0.12, 0.66, 0.76))
+        root = [lean[0] * (depth / depths[0]) ** 0.5 for depth in depths]
+        for name, sizes, line, colour, lift in (
+            ("as it is", plain, "o-", MUTED, 0),
+            ("square root\nof the depth", root, ":", INK, 12),
+            ("checkpoint optimal", lean, "o-", ACCENT, -6),
+        ):
+            axes.loglog(depths, sizes, line, color=colour)
+            last = format_bytes(sizes[-1], 3) if line != ":" else ""
+            place = {"textcoords": "offset points", "va": "center", "color": colour, "size": 9}
+            axes.annotate(f"{name}\n{last}".strip(), (depths[-1], sizes[-1]), (9, lift), **place)
+        axes.set(xlabel="layers")
+        axes.minorticks_off()
+        axes.set_xticks(depths, [f"{depth:,}" for depth in depths])
+        axes.yaxis.set_major_formatter(lambda size, _: round_bytes(size))
+        axes.yaxis.grid(True, color=FAINT, lw=0.7)
+        axes.tick_params(length=0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -261,15 +262,16 @@ ABOUT = """
 def table(rows: dict[str, Any]) -> str:
     """The rows -> the page."""
     dates = sorted({row["date"] for row in rows.values()})
-    some = next(iter(rows.values()))
-    versions = ", ".join(f"{key} {some[key]}" for key in ("shoestring", "torch", "transformers", "diffusers", "python"))
+    told = ("shoestring", "torch", "transformers", "diffusers", "python")
+    versions = ", ".join(f"{key} {' and '.join(sorted({row[key] for row in rows.values()}))}" for key in told)
+    cpus = " and ".join(f"{cpu} ({count} models)" for cpu, count in Counter(r["cpu"] for r in rows.values()).items())
     plans = sum("plan" in row["cells"].get(column, {}) for row in rows.values() for column in COLUMNS[1:4])
     lines = [
         "# A zoo of real models",
         "Small configurations with random weights of architectures that we did not write, trained with Adam in FP32.",
         "`make test-zoo` (`python benchmarks/zoo.py`) makes this page; a cell that does not hold is in bold, as it is.",
         "",
-        f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} on {some['cpu']}, 1 thread, with {versions}.",
+        f"Measured {' to '.join(dict.fromkeys((dates[0], dates[-1])))} on {cpus}, 1 thread, with {versions}.",
         f"{len(rows)} of {len(MODELS)} models so far, {plans} plans, {len(failures(rows))} cells that do not hold.",
         ABOUT.format(within=WITHIN),
         f"| model | plain | {' | '.join(COLUMNS)} |",

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ONE_THREAD = {"contract", "distributed", "generated", "techniques", "training"}  # folders
+ONE_THREAD = {"contract", "distributed", "faults", "generated", "techniques", "training"}  # folders
 
 
 @pytest.fixture(autouse=True)

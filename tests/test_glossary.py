@@ -18,6 +18,7 @@ WORDS = {
     "offload": "activations",
     "master copy": "precision",
     "sparse training": "sparsity",
+    "fsdp": "shard",
 }
 
 

@@ -1,5 +1,6 @@
 """The memory that is left: of cgroups in both versions, of the process's own limits, and of the system."""
 
+import ctypes
 import resource
 import subprocess
 import sys
@@ -91,3 +92,28 @@ def test_a_budget_is_a_size_or_auto():
     assert (budget("7MB"), budget("auto"), budget("50%")) == ("7MB", "auto", "50%")
     with pytest.raises(ShoestringError, match="not a size"):
         budget("automatic")
+
+
+FREED = """
+import ctypes, sys
+from shoestring.limits import give_back
+c = ctypes.CDLL(None)
+c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+data = lambda: int([line for line in open("/proc/self/status") if line.startswith("VmData")][0].split()[1])
+c.free(c.malloc(16_000_000))  # as a first step does: from now on, glibc takes smaller blocks from its heap
+give_back(from_now_on="map" in sys.argv)
+before = data()
+blocks = [c.malloc(1_000_000) for _ in range(40)]
+for block in blocks[::2]:
+    c.free(block)
+print(data() - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="not glibc")
+def test_after_memory_ran_out_what_is_freed_goes_back_even_between_blocks_in_use():
+    kept, given = (
+        int(subprocess.run([sys.executable, "-c", FREED, *words], capture_output=True, text=True, check=True).stdout)
+        for words in ([], ["map"])
+    )
+    assert kept > 38_000 and given < 21_000  # KB

@@ -1,5 +1,7 @@
 """What the README shows is what happens."""
 
+import importlib
+import json
 import re
 import runpy
 from pathlib import Path
@@ -37,7 +39,7 @@ def test_the_python_example_prints_what_is_shown(tmp_path, capsys):
 
 def test_the_plan_that_is_shown_needs_the_memory_that_is_shown():
     """But for the scratch of operators, which depends on the machine."""
-    ((_, shown),) = [c for c in commands() if c[0].startswith("shoestring")]
+    ((_, shown),) = [c for c in commands() if c[0].startswith("shoestring plan")]
     flags = re.findall(r"--(\w+) (\S+)", shown.splitlines()[0])
     plan = shoestring.Plan(**{name: int(value) if value.isdigit() else value for name, value in flags})
     task = shoestring.builtin("wrn-28-2", batch=100, device="meta")
@@ -48,7 +50,7 @@ def test_the_plan_that_is_shown_needs_the_memory_that_is_shown():
 @pytest.mark.slow
 def test_the_plan_that_is_shown_is_found_again(capsys):
     """Its times are those of a machine, and another may choose another plan: not one over the budget."""
-    ((command, shown),) = [c for c in commands() if c[0].startswith("shoestring")]
+    ((command, shown),) = [c for c in commands() if c[0].startswith("shoestring plan")]
     assert main(command.split()[1:]) == 0
     peaks = [re.search(r"= (\S+ MB) of (\S+ MB),", page) for page in (shown, capsys.readouterr().out)]
     assert all(peak and parse_bytes(peak[1]) <= parse_bytes(peak[2]) == 8_000_000 for peak in peaks)
@@ -65,6 +67,19 @@ def test_every_command_of_the_command_line_is_named(capsys):
         main(["--help"])
     listed = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
     assert listed and all(f"`{name}`" in README or f"`shoestring {name}`" in README for name in listed)
+
+
+def test_the_tables_are_what_was_measured_and_trained(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    made = importlib.import_module("readme_table")
+    found = json.loads(made.RESULT.read_text())
+    assert found["plans"] == [plan for _, plan, _ in made.ROWS]
+    assert made.drawn(README, found, made.trained()) == README
+
+
+def test_as_many_budgets_were_kept_as_is_said():
+    (kept,) = re.findall(r"## Proved on: (\d+ of \d+) plans", (ROOT / "docs" / "budgets_kept.md").read_text())
+    assert f"{kept} plans" in README
 
 
 def test_every_file_that_is_linked_is_there():

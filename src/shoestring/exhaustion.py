@@ -10,6 +10,8 @@ from .limits import room
 from .units import format_bytes
 
 _WORDS = re.compile(r"can't allocate memory|out of memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
+_SILENT = re.compile(r"could not (create a primitive|create a memory|execute a primitive)\b(?! descriptor)")
+_LITTLE = 32 * 2**20  # bytes; oneDNN and Python's own code give no reason, and what they ask for is smaller
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]?i?B)?", re.IGNORECASE)
 _FACTORS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -20,7 +22,15 @@ def is_exhaustion(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
+    if isinstance(error, RuntimeError) and _WORDS.search(str(error)):
+        return True
+    silent = isinstance(error, SystemError) or (isinstance(error, RuntimeError) and _SILENT.search(str(error)))
+    return bool(silent) and _little_is_left()
+
+
+def _little_is_left() -> bool:
+    left = room()
+    return left is not None and left.left_bytes < _LITTLE
 
 
 def asked_bytes(error: BaseException) -> int | None:

@@ -5,6 +5,7 @@ the same weights, the same random numbers, and buffers (the running statistics o
 training itself is not changed by a bit.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -75,6 +76,11 @@ class Codec(NamedTuple):
     word: str
     task: Task
     saved: Saved
+
+
+def endless(data: Any) -> Iterator[Any]:
+    """The batches of a data set, epoch after epoch."""
+    return (data.read(epoch, number) for epoch in itertools.count() for number in range(len(data)))
 
 
 def check_words(words: Sequence[str]) -> None:

@@ -4,12 +4,14 @@ Linux: cgroup v2 (`memory.max`) and v1 (`memory.limit_in_bytes`) of this process
 soft limits RLIMIT_AS and RLIMIT_DATA. Elsewhere, and where none is set, what the system calls available.
 """
 
+import ctypes
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+M_MMAP_THRESHOLD, MAPPED = -3, 128 * 1024  # glibc's malloc.h, and its default before it raises that by itself
 NO_LIMIT = 2**62  # cgroup v1 writes a number near 2**63 where there is none
 
 
@@ -23,6 +25,16 @@ class Room(NamedTuple):
 def room() -> Room | None:
     """The least of what every limit leaves, or else what the system has available; None where nothing is known."""
     return min((*limits(), *_available()), default=None)
+
+
+def give_back(from_now_on: bool = False) -> None:
+    """Gives what malloc has free back to the system, where it can: glibc keeps it otherwise. `from_now_on`: blocks of
+    MAPPED bytes and more are mapped one by one, so that each goes back when it is freed, which takes time."""
+    library = ctypes.CDLL(None)
+    if from_now_on and hasattr(library, "mallopt"):
+        library.mallopt(M_MMAP_THRESHOLD, MAPPED)
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def limits() -> list[Room]:

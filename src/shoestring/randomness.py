@@ -40,13 +40,20 @@ class RandomState:
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Seeds all global generators inside the context, and restores them after it."""
+def unmoved() -> Iterator[None]:
+    """The global generators are afterwards as they were: what is drawn inside changes no run."""
     before = RandomState({}).state()
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
     try:
         yield
     finally:
         RandomState({}).restore(before)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds all global generators inside the context, and restores them after it."""
+    with unmoved():
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        yield

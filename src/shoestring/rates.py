@@ -1,11 +1,18 @@
 """Rates: how fast a device is, as data for the time model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log2
+
+PLAIN, LEAN, SPARSE = "plain", "lean", "sparse"  # PyTorch's kernels, ours, and ours on nonzeros
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Throughputs per second, and the overhead per operator call."""
+    """Throughputs per second, and the overhead per operator call.
+
+    `speeds` are FLOPs per second of kinds of kernels on maps of some widths, such as "lean 8"; 0 is a matrix product,
+    and "lean 0" one in 16 bits.
+    """
 
     flops_per_second: float
     sparse_flops_per_second: float
@@ -13,6 +20,15 @@ class Rates:
     seconds_per_call: float
     disk_bytes_per_second: float = 5e8
     link_bytes_per_second: float = 1e9  # between processes
+    speeds: dict[str, float] = field(default_factory=dict)
+
+    def speed(self, kind: str, width: int) -> float:
+        """FLOPs per second of a kind of kernel, by the nearest width that was measured, or the overall one."""
+        known = {int(key.split()[1]): one for key, one in self.speeds.items() if key.startswith(f"{kind} ")}
+        maps = {size: one for size, one in known.items() if bool(size) == bool(width)}
+        if not maps:
+            return self.sparse_flops_per_second if kind == SPARSE else self.flops_per_second
+        return maps[min(maps, key=lambda size: abs(log2(size or 1) - log2(width or 1)))]
 
     def seconds_per_byte(self, medium: str) -> float:
         """The time to recompute a byte of a tensor in memory, or to offload it to disk and read it back; "" is free."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -155,6 +156,8 @@ def test_a_run_translates_with_the_vocabulary_in_its_folder(shoestring, folder):
     found = json.loads(shoestring(*words, "--json").out)
     assert [row["source"] for row in found] == ["pope tibofear ga", "ripoenl"]
     assert shoestring(*words).out.splitlines() == [row["translation"] for row in found]
+    for sentence, why in (("", "is empty"), (" ", "is empty"), ("\udcff", "is not UTF-8")):
+        assert f"sentence 2 {why}" in shoestring("translate", "run", "ga", sentence).complaint
     kept = folder / "run" / "vocabulary" / "target.txt"
     kept.write_text(kept.read_text().replace("dog", "god"))
     assert shoestring(*words).code == 4
@@ -169,3 +172,76 @@ def test_models_lists_what_is_built_in(shoestring):
     rows = json.loads(shoestring("models", "--json").out)
     assert {"wrn-28-2", "dynamicconv-iwslt"} <= {row["name"] for row in rows}
     assert all(f"{row['name']} " in shoestring("models").out for row in rows)
+
+
+def flip(path):
+    found = bytearray(path.read_bytes())
+    found[len(found) // 2] ^= 1
+    path.write_bytes(bytes(found))
+
+
+def test_a_damaged_plan_is_told_and_its_techniques_are_those_of_the_record(shoestring, folder):
+    trained(shoestring, "--epochs", 1, "--run", "run", "--precision", "fp16", "--schedule", "constant")
+    first = shoestring("evaluate", "run", "net.py:task").out
+    flip(folder / "run" / "plan.json")
+    for words in (("evaluate", "run", "net.py:task"), ("train", "net.py:task", "--resume", "--run", "run")):
+        answer = shoestring(*words)
+        assert answer.code == 0 and "plan.json" in answer.err and "taken from run/record.json" in answer.err
+    assert shoestring("evaluate", "run", "net.py:task").out == first
+    answer = shoestring("report", "run", "-o", "page.html")
+    assert answer.code == 0 and "run: its plan cannot be read" not in answer.err  # the resumed run wrote it again
+    (folder / "run" / "plan.json").unlink()
+    assert shoestring("evaluate", "run", "net.py:task").out == first
+
+
+def test_damaged_weights_are_named_with_others_to_take(shoestring, folder):
+    how = ("--epochs", 2, "--save-every", 9, "--average", 2)
+    found = trained(shoestring, *how, "--run", "run")
+    flip(folder / "run" / "averaged.safetensors")
+    answer = shoestring("evaluate", "run", "net.py:task", "--weights", "averaged")
+    assert answer.code == 4 and "--weights best or last" in answer.err
+    flip(folder / "run" / "saves" / f"update-{found['best_update']:010}" / "model.safetensors")
+    for words in (("evaluate", "run", "net.py:task"), ("export", "run", "-o", "m.safetensors")):
+        answer = shoestring(*words)
+        assert answer.code == 4 and "continuing" not in answer.err and "--weights last" in answer.err
+        assert shoestring(*words, "--weights", "last").code == 0
+
+
+def test_report_says_what_is_damaged(shoestring, folder):
+    trained(shoestring, "--epochs", 1, "--run", "run", "--precision", "fp16")
+    for name in ("log.jsonl", "plan.json", "step.json", "record.json"):
+        flip(folder / "run" / name)
+        answer = shoestring("report", "run", "-o", "page.html")
+        assert answer.code == 0 and (name if name != "plan.json" else "its plan cannot be read") in answer.err
+
+
+@pytest.mark.parametrize("command", [
+    {"model": 5}, {"model": ["wrn-10-1"]}, {"batch": "x"}, {"batch": 10**12}, {"epochs": -1}, {"lr": "nan"}, {"lr": {}},
+    {"schedule": "none"}, {"tensorboard": "yes"}, {"data": "a\0b"}, {"func": "os.system"}, {"seed": 1.5},
+], ids=str)  # fmt: skip
+def test_a_recorded_command_is_taken_as_a_command_line_is(shoestring, folder, command):
+    task = library.builtin("wrn-10-0.1", batch=2)
+    known = {"model": "wrn-10-0.1", "data": "data", "batch": 2, "epochs": 1, "options": {"batch": 1}}
+    library.train(task, [task.batch], updates=1, run="run", command=known | command)
+    for words in (("evaluate", "run"), ("train", "--resume", "--run", "run")):
+        answer = shoestring(*words)
+        (name,) = command
+        assert answer.code == 4 and f"its command has {name} " in answer.complaint
+
+
+@pytest.mark.parametrize("options, words", [
+    ([1], "the options of its model are '[1]'"), ({"classes": 10**6, "batch": 1}, "are not of this model"),
+])  # fmt: skip
+def test_a_recorded_model_is_refused_before_memory_is_taken(folder, options, words):
+    task = library.builtin("wrn-10-0.1", batch=2)
+    library.train(task, [task.batch], updates=1, run="run", command={"model": task.name, "options": options})
+    with pytest.raises(library.ShoestringError, match=re.escape(words)):
+        library.load("run")
+
+
+def test_a_run_resumed_in_another_budget_has_it_in_its_plan_and_says_so_once(shoestring, folder):
+    how = ("--run", "run", "--precision", "fp16", "--schedule", "constant")
+    trained(shoestring, "--epochs", 1, "--budget", "5MB", *how)
+    answer = shoestring("train", "net.py:task", "--resume", "--run", "run", "--epochs", 2, "--budget", "6MB")
+    assert answer.code == 0 and "of 5.000 MB" not in answer.out and answer.out.count("of 6.000 MB") == 2
+    assert json.loads((folder / "run" / "plan.json").read_text())["budget_bytes"] == 6_000_000

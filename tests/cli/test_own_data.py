@@ -1,6 +1,7 @@
 """A user's task on a user's batches, from the command line."""
 
 import json
+import shlex
 
 import pytest
 
@@ -51,6 +52,10 @@ def test_a_task_trains_on_batches_of_the_users_own_and_is_judged_by_their_loss(t
     words = ("evaluate", "run", f"{train.place}:task", "--data", f"{train.place}:batches")
     again = shoestring(*words, "--valid", f"{train.place}:validation", "--json")
     assert json.loads(again.out)["loss"] == pytest.approx(found["best_quality"])
+    for name in ("evaluate", "resume"):  # as they are printed, to be pasted
+        answer = shoestring(*shlex.split(found[name])[1:])
+        assert answer.code == 0, answer.err
+        assert "valid loss " in answer.out or answer.out.startswith("loss ")
 
 
 def test_sizes_are_given_to_the_functions_that_take_them_and_batches_may_be_made_by_a_generator(train):

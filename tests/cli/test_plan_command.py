@@ -35,7 +35,7 @@ def test_a_budget_for_the_whole_process_leaves_out_what_python_and_torch_take(sh
     answer = shoestring(*words, "301MB")
     assert json.loads(answer.out)["budget_bytes"] == 1_000_000 and "300 MB are for Python and torch" in answer.err
     refused = shoestring(*words, "250MB")
-    assert refused.code == 3 and "needs 300 MB for Python and torch alone" in refused.err
+    assert refused.code == 3 and "needs 300 MB for Python, torch and planning alone" in refused.err
     assert shoestring(*words, "50%").code == 2
 
 

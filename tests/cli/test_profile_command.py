@@ -140,3 +140,10 @@ def test_a_wrong_argument_is_told_in_one_line(shoestring, arguments, words):
     answer = shoestring("profile", "wrn-10-1", *arguments)
     assert answer.code == 2
     assert words in answer.complaint
+
+
+def test_a_budget_is_drawn_into_the_figure_and_told(shoestring, tmp_path):
+    pytest.importorskip("matplotlib")
+    answer = shoestring("profile", "wrn-10-0.5", "--batch", 4, "--budget", "20MB", "--figure", tmp_path / "a.svg")
+    assert answer.code == 0 and "of a budget of 20.00 MB" in answer.out
+    assert "budget 20.0 MB" in (tmp_path / "a.svg").read_text()

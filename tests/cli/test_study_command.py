@@ -27,7 +27,7 @@ def test_a_figure_is_run_at_the_scale_of_memory_and_told_as_json(shoestring, tmp
     assert found["claims"][0]["verdict"] == "confirmed"
     assert "done memory wrn-10-1" in answer.err
     assert json.loads(shoestring("study", "status", path, "--json", "--store", tmp_path / "store").out)["done"] == 1
-    assert "on the heap" in shoestring("study", "report", path, "--store", tmp_path / "store").out
+    assert "heap, MB" in shoestring("study", "report", path, "--store", tmp_path / "store").out
 
 
 def test_what_cannot_be_is_told_in_one_line(shoestring, tmp_path):
@@ -36,3 +36,12 @@ def test_what_cannot_be_is_told_in_one_line(shoestring, tmp_path):
     assert "is not trained at scale small" in shoestring("study", "run", "figure5", "--scale", "small").complaint
     away = shoestring("study", "run", "table3", "--scale", "small", "--store", tmp_path)
     assert "needs its data: name the folder that holds cifar-10-batches-bin with --data" in away.complaint
+
+
+def test_results_are_not_overwritten_by_a_store_that_has_none(tmp_path, shoestring):
+    kept = tmp_path / "results" / "figure5.memory.json"
+    kept.parent.mkdir()
+    kept.write_text("{}")
+    answer = shoestring("study", "report", "figure5", "--store", tmp_path / "store", "--output", kept.parent)
+    assert answer.code == 2 and "nothing of figure5 at memory is done" in answer.err
+    assert kept.read_text() == "{}" and list(kept.parent.iterdir()) == [kept]

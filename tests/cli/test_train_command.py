@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import signal
 import sys
 
@@ -107,6 +108,7 @@ def test_a_run_ends_with_its_memory_its_quality_and_the_command_to_evaluate_it(t
 
 def test_a_run_leaves_a_page_of_its_course_and_of_its_step_plain_and_lean(train, tmp_path):
     answer = train("--epochs", 2, "--microbatch", 2, "--budget", "10MB")
+    assert answer.code == 0, answer.err
     assert answer.out.splitlines()[-1].split() == ["page", "runs/net-task/page.html"]
     text = (tmp_path / "runs" / "net-task" / "page.html").read_text()
     found = json.loads(text.split('id="data">')[1].split("</script>")[0])["runs"][0]
@@ -162,19 +164,31 @@ def test_the_command_that_it_prints_evaluates_the_same_weights(train, shoestring
         assert json.loads(shoestring(*words, "--weights", which, "--json").out)["accuracy"] == found[quality]
 
 
+@pytest.mark.parametrize("resident, code", [(150_000_000, 0), (3_000_000_000, 3)])
+def test_a_budget_for_the_whole_process_is_watched_at_every_phase(train, monkeypatch, resident, code):
+    monkeypatch.setattr("shoestring.measuring.base.process_base_bytes", lambda: 100_000_000)
+    monkeypatch.setattr("shoestring.measuring.process.rss_bytes", lambda: resident)
+    answer = train("--updates", 1, "--budget", "2GB", "--counting", "process")
+    assert answer.code == code, answer.err
+    if code:
+        assert "a step occupies 2.900 GB (seen at the start of forward), and the budget is 1.900 GB" in answer.err
+    else:
+        assert "(within the budget of 2.000 GB for the process)" in answer.out
+
+
 def test_ctrl_c_saves_and_the_command_that_it_prints_goes_on_to_the_same_end(train, shoestring, tmp_path, monkeypatch):
     train("--epochs", 3, "--run", "whole")
-    from shoestring.training import loop
+    from shoestring.training import events, run
 
-    tell = loop.Training._tell
+    tell = run.Training.tell
 
     def interrupt(self, event):
-        if self.update == 8 and isinstance(event, loop.Updated):
+        if self.update == 8 and isinstance(event, events.Updated):
             os.kill(os.getpid(), signal.SIGINT)
         tell(self, event)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Training, "_tell", interrupt)
+        patch.setattr(run.Training, "tell", interrupt)
         answer = train("--epochs", 3, "--run", "stopped")
     words = answer.err.splitlines()[-1]
     assert answer.code == 130 and words.startswith("shoestring: stopped after update 8 of 15: resume with `")
@@ -332,3 +346,41 @@ def test_built_in_models_train_on_the_embedded_data(train, shoestring):
     assert found["settings"]["data"] == "4000 images to train and 1000 to test, 10 classes"
     assert found["settings"]["label_smoothing"] == 0.1 and found["updates"] == 1
     assert "--tokens is for translation" in complaint(shoestring("train", "wrn-10-1", "--updates", 1, "--tokens", 4))
+
+
+class Terminal:
+    """A stdin that a user sits at, with what they type."""
+
+    def __init__(self, typed):
+        self.typed = typed
+
+    def isatty(self):
+        return True
+
+    def readline(self):
+        return self.typed
+
+
+@pytest.mark.parametrize("typed, begins", [("y\n", True), ("\n", False), ("no\n", False)])
+def test_a_run_whose_saves_are_gone_begins_again_only_if_the_user_says_so(train, monkeypatch, tmp_path, typed, begins):
+    assert train("--updates", 2, "--run", "run").code == 0
+    shutil.rmtree(tmp_path / "run" / "saves")
+    refused = train("--resume", "--run", "run")
+    assert refused.code == 4 and "all its saves are gone" in refused.err and "--start-over" in refused.err
+    monkeypatch.setattr(sys, "stdin", Terminal(typed))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    answer = train("--resume", "--run", "run")
+    assert "begin again at update 0? [y/N]" in answer.err
+    assert answer.code == (0 if begins else 4)
+    if not begins:
+        assert train("--resume", "--run", "run", "--start-over").code == 0
+
+
+def test_a_file_in_place_of_the_folder_and_more_epochs_to_average_than_there_are_are_refused_at_once(train, tmp_path):
+    answer = train("--epochs", 1, "--run", "net.py")
+    assert answer.code == 2 and answer.err == (
+        "shoestring: net.py is a file, and a run is a folder: name another with --run\n"
+    )
+    answer = train("--epochs", 2, "--average", 3, "--run", "new")
+    assert answer.code == 2 and "--average 3 is of the last epochs, and there are 2: take fewer" in answer.err
+    assert not (tmp_path / "new" / "record.json").exists()

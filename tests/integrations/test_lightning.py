@@ -191,7 +191,11 @@ def test_neither_budget_nor_plan_is_refused():
         Shoestring()
 
 
-def test_a_step_is_measured_only_where_the_meter_itself_fits_the_budget(tmp_path):
+def test_a_step_is_measured_by_the_counter_or_where_the_profiler_fits_the_budget(tmp_path, monkeypatch):
+    if guest.is_available():
+        _, counted = fitted(tmp_path, Shoestring(budget="8MB", plan=Plan()), max_epochs=1)
+        assert "mem/peak_bytes" in counted.callback_metrics
+    monkeypatch.setattr(guest, "is_available", lambda: False)
     _, tight = fitted(tmp_path, Shoestring(budget="8MB", plan=Plan()), max_epochs=1)
     _, roomy = fitted(tmp_path, Shoestring(budget="40MB", plan=Plan()), max_epochs=1)
     assert "mem/peak_bytes" not in tight.callback_metrics and "mem/predicted_bytes" in tight.callback_metrics

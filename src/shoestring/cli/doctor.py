@@ -67,10 +67,11 @@ def _core() -> dict[str, Any]:
     except Exception as error:
         mend = "install again from a checkout with pip install --force-reinstall ."
         problem = f"the compiled core does not load: {error}; {mend}, or set SHOESTRING_CORE=torch"
-        return {"name": None, "reason": str(error), "problem": problem}
-    why = {"avx2": "this CPU has AVX2, FMA and F16C", "generic": "this CPU lacks AVX2, FMA or F16C"}
-    reason = f"SHOESTRING_CORE={forced} says so" if forced else why[core.name]
-    return {"name": core.name, "reason": reason, "problem": None}
+        return {"name": None, "lanes": None, "reason": str(error), "problem": problem}
+    found = "lacks AVX2, FMA or F16C" if core.name == "generic" else f"has {core.NEEDS.get(core.name)}"
+    reason = f"SHOESTRING_CORE={forced} says so" if forced else f"this CPU {found}"
+    lanes = None if core.core is None else core.core.lanes
+    return {"name": core.name, "lanes": lanes, "reason": reason, "problem": None}
 
 
 def _trial() -> dict[str, Any]:
@@ -164,12 +165,16 @@ def _show(health: dict[str, Any]) -> None:
         console.print(f"! {problem}", style="bold red", soft_wrap=True)
 
 
+def _lanes(lanes: int | None) -> str:
+    return f" ({lanes} lanes)" if lanes else ""
+
+
 def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
     """The findings -> title, text, and whether it is there."""
     core, cpu = health["core"], health["cpu"]
     lines = [(name, words or "not in this torch", bool(words)) for name, words in health["versions"].items()]
     lines += [
-        ("core", f"{core['name'] or 'none'}: {core['reason']}", core["problem"] is None),
+        ("core", f"{core['name'] or 'none'}{_lanes(core['lanes'])}: {core['reason']}", core["problem"] is None),
         ("cpu", ", ".join([cpu["name"], f"{cpu['cores']} cores", *cpu["features"]]), True),
         ("trial", health["trial"]["words"], health["trial"]["problem"] is None),
         ("threads", f"{health['threads']} used by torch, which runs {cpu['torch_uses']}", True),

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from .model import users_code
-from .options import add_threads, command, print_json
+from .options import add_threads, command, path_name, print_json
 from .recorded import add_run, opened, session_of
 
 EXAMPLES = (
@@ -18,9 +18,13 @@ EXAMPLES = (
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "evaluate", run, "tell how good a trained run is", EXAMPLES)
     add_run(parser)
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="file.py:function, if the model is your own")
-    parser.add_argument("--data", metavar="DIR", help="other data than it was trained with, or file.py:function")
-    parser.add_argument("--valid", metavar="FILE.py:FUNCTION", help="your own batches to evaluate on")
+    parser.add_argument(
+        "model", type=path_name, nargs="?", metavar="MODEL", help="file.py:function, if the model is your own"
+    )
+    parser.add_argument(
+        "--data", type=path_name, metavar="DIR", help="other data than it was trained with, or file.py:function"
+    )
+    parser.add_argument("--valid", type=path_name, metavar="FILE.py:FUNCTION", help="your own batches to evaluate on")
     add_threads(parser)
 
 
@@ -28,8 +32,9 @@ def run(args: argparse.Namespace) -> int:
     from ..distributed import joined
     from ..errors import ShoestringError
     from ..reporting.progress import progress
+    from ..reporting.run_words import quality_words
     from ..runs.averaging import averaged
-    from ..runs.export import chosen_save
+    from ..runs.export import averaged_file, chosen_save
     from ..runs.save import restore_task
     from ..training.evaluate import evaluated, telling
 
@@ -38,8 +43,8 @@ def run(args: argparse.Namespace) -> int:
     folder = opened(args.run_folder)
     with users_code(args.model or str(folder.path)):
         save = chosen_save(folder, args.weights)
-        if args.weights == "averaged" and not folder.averaged_path.exists():
-            raise ShoestringError(f"{folder.path} holds no averaged weights: train with --average N")
+        if args.weights == "averaged":
+            averaged_file(folder)  # refused before any work
         session = session_of(args, folder)
         evaluation = session.evaluation
         if evaluation is None:
@@ -53,5 +58,6 @@ def run(args: argparse.Namespace) -> int:
         found = {"run": str(folder.path), "weights": args.weights, "update": save.update, evaluation.name: quality}
         print_json(found)
     else:
-        print(f"{evaluation.name} {quality:.4g} with the {args.weights} weights, of update {save.update:,}")
+        words = quality_words(evaluation.name, quality)
+        print(f"{evaluation.name} {words} with the {args.weights} weights, of update {save.update:,}")
     return 0

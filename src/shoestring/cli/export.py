@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from .options import command, output_file, print_json
+from .options import command, output_file, print_json, say
 from .recorded import add_run, opened
 
 EXAMPLES = (
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     from ..units import format_bytes
 
     folder = opened(args.run_folder)
-    tensors = export(folder.path, args.output, args.weights, args.dtype)
+    tensors = export(folder.path, args.output, args.weights, args.dtype, say)
     size = args.output.stat().st_size
     if args.json:
         print_json({"file": str(args.output), "tensors": tensors, "bytes": size, "weights": args.weights})

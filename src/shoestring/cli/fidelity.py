@@ -1,12 +1,11 @@
 """`shoestring fidelity MODEL`: which layers can take compressed activations, by their weight gradients."""
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .model import add_model, load_task, users_code
-from .options import command, given, output_file, print_json, whole_number
+from .options import command, given, output_file, path_name, print_json, say, whole_number
 
 if TYPE_CHECKING:
     from ..fidelity import Fidelity
@@ -29,7 +28,9 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--every", type=whole_number(1, 10**6), default=5, metavar="M", help="compare in each M-th step (default 5)"
     )
-    parser.add_argument("--data", metavar="DIR", help="train on this data, not on the model's one example batch")
+    parser.add_argument(
+        "--data", type=path_name, metavar="DIR", help="train on this data, not on the model's one example batch"
+    )
     parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
     parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
 
@@ -50,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
     with users_code(args.model):
         found = compare(args, words)
     for word, reason in found.without_effect.items():
-        print(f"shoestring: {word} is left out: {reason}", file=sys.stderr)
+        say(f"{word} is left out: {reason}")
     data = found.to_json()
     if args.figure:
         from ..reporting.fidelity import fidelity_figure
 
         fidelity_figure(args.figure, data)
-        print(f"shoestring: wrote {args.figure}", file=sys.stderr)
+        say(f"wrote {args.figure}")
     if args.json:
         print_json(data)
     else:
@@ -88,11 +89,9 @@ def _on_its_batch(args: argparse.Namespace) -> tuple["Task", Iterator[Any]]:
 
 
 def _on_data(args: argparse.Namespace) -> tuple["Task", Iterator[Any]]:
-    from itertools import count
-
+    from ..fidelity import endless
     from ..planning.plan import Plan
     from .job import RECIPE, load_job
 
     session = load_job(argparse.Namespace(**RECIPE | vars(args))).build(Plan())
-    data = session.data
-    return session.lean.task, (data.read(epoch, number) for epoch in count() for number in range(len(data)))
+    return session.lean.task, endless(session.data)

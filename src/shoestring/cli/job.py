@@ -16,15 +16,18 @@ if TYPE_CHECKING:
 
 
 RECIPE: dict[str, Any] = {"seed": 0} | dict.fromkeys(
-    ("lr", "weight_decay", "clip", "label_smoothing", "quality")
+    ("lr", "weight_decay", "clip", "label_smoothing", "quality", "image")
 )  # what `load_job` reads besides MODEL, its size and --data, and its defaults
 
 
 def load_job(args: argparse.Namespace) -> "Job":
     """MODEL and --data -> the task on that data."""
     if is_builtin(args.model):
-        return _translation(args) if args.model.startswith("dynamicconv") else _classification(args)
-    return _users(args)
+        job: Any = _translation(args) if args.model.startswith("dynamicconv") else _classification(args)
+    else:
+        job = _users(args)
+    synchronised = getattr(args, "sync_batch_norm", False)
+    return replace(job, task=job.task.with_(sync_batch_norm=True)) if synchronised else job
 
 
 def shared_out(job: Any, devices: int) -> "Job":
@@ -41,7 +44,8 @@ def _classification(args: argparse.Namespace) -> "Job":
 
     _refuse(args, "tokens", "is for translation: use --batch")
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
-    images = open_images(args.data, channels=3)
+    usual = builtin(args.model, device="meta", batch=1).batch[0].shape[-1]
+    images = open_images(args.data, channels=3, size=args.image, resized=usual)
     if args.batch is not None and args.batch > len(images.train):
         raise ShoestringError(
             f"batches of {args.batch:,} cannot be made from {len(images.train):,} images: use a smaller --batch"
@@ -60,6 +64,7 @@ def _translation(args: argparse.Namespace) -> "Job":
     from ..training.job import pair_job
 
     _refuse(args, "batch", "is for images: use --tokens")
+    _refuse(args, "image", "is for images")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
     known = getattr(args, "known", None)  # of the run, if there is one already
     pairs = open_pairs(args.data, vocabulary=getattr(args, "vocabulary", None) or 10_000, known=known)
@@ -83,6 +88,7 @@ def _users(args: argparse.Namespace) -> "Job":
     from ..training.job import OwnJob, image_job, takes_images
 
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
+    _refuse(args, "image", "is for built-in models: yours are given images of the size of the task's batch")
     _refuse(args, "label_smoothing", "is for built-in models: smooth the labels in your loss")
     task = _with_recipe(load_task(args.model, given(args, "batch", "tokens")), args)
     if is_function(args.data):
@@ -118,16 +124,26 @@ def _with_recipe(task: "Task", args: argparse.Namespace) -> "Task":
 
 def read_plan(path: Path, task: "Task") -> "Plan":
     """A file of `shoestring plan`, for this task -> the plan."""
+    return checked_plan(plan_in(path), path, task)
+
+
+def checked_plan(plan: "Plan", path: Path, task: "Task") -> "Plan":
+    """The plan of a file, if it is one for this task."""
+    if plan.task and plan.task != task.name:
+        raise ShoestringError(f"{path} is a plan for {plan.task}, not for {task.name}: plan again")
+    return plan
+
+
+def plan_in(path: Path) -> "Plan":
+    """A plan file -> the plan, whatever it is for."""
     from ..planning.plan import Plan
+    from ..records import file_bytes
 
     try:
-        plan = Plan.from_json(path.read_text())
+        return Plan.from_json(file_bytes(path).decode())
     except OSError as error:
         raise ShoestringError(f"the plan {path} cannot be read: {error.strerror}") from error
     except ShoestringError as error:
         raise ShoestringError(f"{path}: {error}") from error
     except (ValueError, TypeError) as error:
         raise ShoestringError(f"{path} is no plan ({error}): make one with `shoestring plan`") from error
-    if plan.task and plan.task != task.name:
-        raise ShoestringError(f"{path} is a plan for {plan.task}, not for {task.name}: plan again")
-    return plan

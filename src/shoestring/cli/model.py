@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
-from .options import whole_number
+from .options import path_name, whole_number
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -23,7 +23,7 @@ HELP = "a built-in model such as wrn-28-2, or file.py:function or package.module
 
 def add_model(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     """MODEL and its size, for every command that takes them."""
-    parser.add_argument("model", metavar="MODEL", help=HELP, nargs="?" if optional else None)
+    parser.add_argument("model", type=path_name, metavar="MODEL", help=HELP, nargs="?" if optional else None)
     size = parser.add_mutually_exclusive_group()
     batch, tokens = "examples in a batch (default: the model's, mostly 100)", "tokens in a batch (default: 4000)"
     size.add_argument("--batch", type=whole_number(1, 10**9), metavar="N", help=batch)
@@ -75,10 +75,10 @@ def users_code(text: str) -> Iterator[None]:
         raise ShoestringError(f"{text!r} is not valid Python: {error.msg} in {where}") from error
     except (Exception, SystemExit) as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
-        if not theirs:
+        if not theirs and not isinstance(error, SystemExit):
             raise
         told = " ".join([f"{type(error).__name__}:", *map(str.strip, str(error).strip().splitlines())])
-        where = f"line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}"
+        where = f"line {theirs[-1].lineno} of {Path(theirs[-1].filename).name}" if theirs else "to end the program"
         raise ShoestringError(f"{text!r} raised {told} ({where})") from error
 
 
@@ -93,6 +93,8 @@ def _load_file(path: Path) -> ModuleType:
     """A Python file -> the module, with the file's folder on the path as if it were run itself."""
     if not path.exists():
         raise ShoestringError(f"there is no file {str(path)!r}: check the path before the colon")
+    if not path.is_file() and not path.is_dir():  # opening a pipe would wait for ever
+        raise ShoestringError(f"{str(path)!r} is not a regular file: name one that holds Python")
     try:
         path.open("rb").close()
     except OSError as error:
@@ -109,6 +111,8 @@ def _load_file(path: Path) -> ModuleType:
 
 def _load_module(name: str) -> ModuleType:
     """A dotted name -> the module, with the current folder on the path as `python -m` has it."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ShoestringError(f"{name!r} is no module: write MODEL as file.py:function or package.module:function")
     sys.path.insert(0, "")
     try:
         return importlib.import_module(name)
@@ -132,8 +136,14 @@ def _call(function: Callable[..., Any], text: str, sizes: dict[str, int]) -> "Ta
     """Calls the user's function with the sizes asked for -> its Task."""
     from ..task import Task
 
+    signature = inspect.signature(function)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    if (unknown := sorted(sizes.keys() - signature.parameters.keys())) and not takes_any:
+        raise ShoestringError(
+            f"{text!r} takes no argument {unknown[0]!r}: leave --{unknown[0]} out, or let the function take it"
+        )
     try:
-        inspect.signature(function).bind(**sizes)
+        signature.bind(**sizes)
     except TypeError as error:
         given = ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no arguments"
         raise ShoestringError(f"{text!r} cannot be called with {given}: {error}") from error

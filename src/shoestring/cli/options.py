@@ -5,6 +5,7 @@ import difflib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -151,11 +152,27 @@ def number(low: float, high: float, zero: bool = False) -> Callable[[str], float
     return convert
 
 
+def path_name(text: str) -> str:
+    """An argument type: a name that the system could have for a file, or of a function in one."""
+    if "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} has a NUL in it, which no name of a file has")
+    names = [*text.split("/"), text]
+    for name, most in zip(names, [*[255] * (len(names) - 1), 4095], strict=True):
+        if len(size := os.fsencode(name)) > most:
+            raise argparse.ArgumentTypeError(f"{name[:20]!r}... is no name of a file: it has {len(size):,} bytes")
+    return text
+
+
+def some_path(text: str) -> Path:
+    """An argument type: the path of a file or folder."""
+    return Path(path_name(text))
+
+
 def output_file(*suffixes: str) -> Callable[[str], Path]:
     """Suffixes -> an argument type: a file that can be written, checked before any work is done."""
 
     def convert(text: str) -> Path:
-        path = Path(text)
+        path = some_path(text)
         if path.suffix.lower() not in suffixes:
             raise argparse.ArgumentTypeError(f"{text!r} must end in {' or '.join(suffixes)}")
         writable = os.access(path if path.exists() else path.parent, os.W_OK)
@@ -180,6 +197,11 @@ def write_text(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+
+
+def say(words: str) -> None:
+    """Tells the user something that is no output of the command."""
+    print(f"shoestring: {words}", file=sys.stderr)
 
 
 def print_json(data: Any) -> None:

@@ -1,7 +1,6 @@
 """`shoestring plan MODEL --budget 7MB`: the techniques that fit a budget, and their cost, before anything runs."""
 
 import argparse
-import sys
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,9 @@ from .options import (
     given,
     on_device,
     output_file,
+    path_name,
     print_json,
+    say,
     techniques_of,
     write_text,
 )
@@ -30,7 +31,7 @@ BUDGET = "memory for a step's tensors and Python objects: 7MB, 1.5GB, 50%% of pl
 EXAMPLES = (
     "wrn-28-2 --batch 100",
     "wrn-28-2 --batch 100 --budget 90MB --risk exact",
-    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --budget 7MB --output plan.json",
+    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --budget 8MB --risk approximate --output plan.json",
     "resnet18 --batch 100 --budget 200MB --activations adaptive",
 )
 
@@ -38,7 +39,9 @@ EXAMPLES = (
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "plan", run, "pick the cheapest techniques that fit a budget", EXAMPLES)
     add_model(parser)
-    parser.add_argument("--data", metavar="DIR", help="plan for the batches that `train --data DIR` reads")
+    parser.add_argument(
+        "--data", type=path_name, metavar="DIR", help="plan for the batches that `train --data DIR` reads"
+    )
     add_budget(parser, "; without it, the trade-offs and the least budget that works")
     add_counting(parser)
     add_risk(parser)
@@ -65,14 +68,14 @@ def add_counting(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-@cache
-def _told(words: str) -> None:
-    """Says something once."""
-    print(f"shoestring: {words}", file=sys.stderr)
+_say_once = cache(say)
 
 
 def for_tensors(args: argparse.Namespace) -> str | int | None:
-    """The budget for tensors and objects: of one for the whole process, what is left without its base."""
+    """The budget for tensors and objects: of one for the whole process, what is left without its base. `auto` becomes
+    what there is room for now."""
+    if args.budget == AUTO:
+        args.budget = str(auto_budget(_say_once))
     if getattr(args, "counting", "tensors") == "tensors" or args.budget is None:
         return args.budget
     if share_of(args.budget) is not None:
@@ -84,10 +87,10 @@ def for_tensors(args: argparse.Namespace) -> str | int | None:
     whole, base = parse_bytes(args.budget), process_base_bytes()
     if whole <= base:
         raise NoPlanFits(
-            f"a process needs {format_bytes(base, 3)} for Python and torch alone, and the budget is "
+            f"a process needs {format_bytes(base, 3)} for Python, torch and planning alone, and the budget is "
             f"{format_bytes(whole)}: give more, or count tensors (--counting tensors)"
         )
-    _told(
+    _say_once(
         f"of {format_bytes(whole)} for the process, {format_bytes(base, 3)} are for Python and torch (measured), and "
         f"{format_bytes(whole - base)} for tensors and objects"
     )
@@ -117,15 +120,13 @@ def add_bandwidth(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.budget == AUTO:
-        args.budget = str(auto_budget(_told))
     if args.budget is None and techniques_of(args):
         raise WrongUsage("techniques are held to a budget: give --budget, or see `shoestring profile`")
     with users_code(args.model):
         result = _on_data(args) if args.data else make_plan(_task(args), args, args.rehearse)
     if args.output:
         write_text(args.output, result.to_json())
-        print(f"shoestring: wrote {args.output}", file=sys.stderr)
+        say(f"wrote {args.output}")
     if args.json:
         import json
 
@@ -164,9 +165,6 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
 
-    def warn(words: str) -> None:
-        print(f"shoestring: warning: {words}", file=sys.stderr)
-
     def calibrated(signatures: list) -> dict:
         with progress("calibrating operators, once for this machine") as advance:
             return calibrate(signatures, advance)
@@ -178,11 +176,11 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
             task,
             for_tensors(args),
             args.risk,
-            rates=replace(device_rates(), **link) if link else device_rates(),
+            rates=replace(device_rates(), **link),
             workspace=known,
             calibrate=calibrated,
             progress=tell,
             rehearse=rehearse,
-            warn=warn,
+            warn=lambda words: say(f"warning: {words}"),
             **techniques_of(args),
         )

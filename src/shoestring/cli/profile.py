@@ -1,7 +1,6 @@
 """`shoestring profile MODEL`: where the memory of a training step goes, before anything runs."""
 
 import argparse
-import sys
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +16,11 @@ from .options import (
     on_device,
     output_file,
     print_json,
+    say,
     techniques_of,
     write_text,
 )
-from .plan import add_risk, make_plan
+from .plan import add_budget, add_risk, make_plan
 
 if TYPE_CHECKING:
     from ..ledger import Ledger
@@ -45,7 +45,7 @@ def add(subparsers: Any) -> None:
     add_threads(parser)
     add_devices(parser)
     add_techniques(parser)
-    parser.add_argument("--budget", metavar="SIZE", help="plan for this budget, or hold the named techniques to it")
+    add_budget(parser, "; alone it is planned for, and named techniques are held to it")
     add_risk(parser)
 
 
@@ -73,6 +73,7 @@ def _paper(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dic
     from ..paper import paper_profile
 
     known = signature(paper_profile).parameters
+    techniques = techniques | given(args, "budget", "devices")
     for name, value in techniques.items():
         if name not in known or isinstance(value, dict):
             what = f"--{name} {in_words(value)}"
@@ -94,10 +95,13 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
     if args.threads:
         torch.set_num_threads(args.threads)
     task = on_device(load_task(args.model, sizes, device="meta"), args)
-    task = lean_task(task, make_plan(task, args) if args.budget else Plan(**techniques))
+    plan = make_plan(task, args) if args.budget else Plan(**techniques)
+    task = lean_task(task, plan)
     with progress("calibrating the step's operators, once for this machine") as advance:
         result = profile(task, calibrate=not args.no_calibrate, progress=advance)
     data = result.to_json()
+    if plan.budget_bytes:
+        data["budget_bytes"] = plan.budget_bytes
     data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
     if task.devices > 1:
         data["settings"]["devices"] = task.devices  # the memory is that of each
@@ -113,4 +117,4 @@ def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> 
     if args.ledger:
         write_text(args.ledger, ledger.to_json())
     for path in filter(None, (args.figure, args.ledger)):
-        print(f"shoestring: wrote {path}", file=sys.stderr)
+        say(f"wrote {path}")

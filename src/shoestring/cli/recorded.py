@@ -4,16 +4,31 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ShoestringError
+from ..errors import DamagedSave, ShoestringError
 from ..techniques import WORDS
 from .model import is_builtin
+from .options import say, some_path
 
 if TYPE_CHECKING:
+    from ..planning.plan import Plan
     from ..runs.folder import RunFolder
+    from ..task import Task
     from ..training.job import Job, Session
 
 # In the plan, or about one call of the command only.
-_ONCE = ("help", "json", "folder", "resume", "plan", "budget", "counting", "risk", "bandwidth", "supervise")
+_ONCE = (
+    "help",
+    "json",
+    "folder",
+    "resume",
+    "plan",
+    "budget",
+    "counting",
+    "risk",
+    "bandwidth",
+    "supervise",
+    "start_over",
+)
 _NOT_KEPT = {*_ONCE, *(word.name for word in WORDS)}
 
 
@@ -44,9 +59,8 @@ def recall(args: argparse.Namespace, folder: "RunFolder") -> None:
     A function of the user's is code, and nothing that a run's folder says is run: it must be named again.
     """
     from ..data import kept_languages
-    from ..runs.record import read_record
 
-    before = read_record(folder.record_path).command
+    before = _checked(folder)
     defaults = {action.dest: action.default for action in args.parser._actions}
     lengths = {"epochs", "updates"}
     if any(getattr(args, name, None) is not None for name in lengths):
@@ -61,6 +75,36 @@ def recall(args: argparse.Namespace, folder: "RunFolder") -> None:
     args.known = kept_languages(folder.languages_path)
 
 
+def _checked(folder: "RunFolder") -> dict[str, Any]:
+    """The recorded arguments of a run, each as the command line would take it."""
+    from .train import add
+
+    found = dict(folder.record().command)
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    add(subparsers)
+    actions = {action.dest: action for action in subparsers.choices["train"]._actions}
+    for name, value in found.items():
+        if name != "options" and not _is_taken(actions.get(name), value):
+            raise DamagedSave(
+                f"{folder.record_path} is damaged: its command has {name} {value!r}, which train never took"
+            )
+    return found
+
+
+def _is_taken(action: argparse.Action | None, value: Any) -> bool:
+    if action is None or isinstance(value, list | dict):
+        return False
+    if action.nargs == 0:
+        return value is True
+    try:
+        parsed = action.type(str(value)) if callable(action.type) else value
+    except (argparse.ArgumentTypeError, ValueError, TypeError):
+        return False
+    if isinstance(parsed, str | Path) and not isinstance(value, str):
+        return False
+    return action.choices is None or parsed in action.choices
+
+
 def _refuse_code(name: str, value: str, args: argparse.Namespace) -> None:
     if ":" in value:
         what = "MODEL" if name == "model" else f"--{name}"
@@ -72,7 +116,7 @@ def _refuse_code(name: str, value: str, args: argparse.Namespace) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """RUN and the choice of its weights, for every command about a trained run."""
-    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the folder of the run")
+    parser.add_argument("run_folder", type=some_path, metavar="RUN", help="the folder of the run")
     parser.add_argument(
         "--weights", choices=("best", "last", "averaged"), default="best", help="which of its weights (default: best)"
     )
@@ -82,7 +126,7 @@ def opened(path: Path) -> "RunFolder":
     """The folder of a run; refused if it holds none."""
     from ..runs.folder import RunFolder
 
-    folder = RunFolder(path)
+    folder = RunFolder(path, warn=say)
     if not folder.record_path.exists():
         what = "holds no run" if path.is_dir() else "does not exist"
         raise ShoestringError(f"{path} {what}: name the folder that `shoestring train` wrote, such as runs/wrn-28-2")
@@ -93,11 +137,25 @@ def session_of(args: argparse.Namespace, folder: "RunFolder") -> "Session":
     """The arguments of a command about a run -> its model and data, under its plan."""
     import torch
 
-    from .job import RECIPE, load_job, read_plan
+    from .job import RECIPE, load_job
 
     recall(args, folder)
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
     names = ("model", "data", "valid", "batch", "tokens")
     job = load_job(argparse.Namespace(**RECIPE | dict.fromkeys(names) | vars(args)))
-    return job.build(read_plan(folder.plan_path, job.task))
+    return job.build(plan_of(folder, job.task).for_one())
+
+
+def plan_of(folder: "RunFolder", task: "Task") -> "Plan":
+    """The plan of a run; if its file is damaged or gone, the techniques that its record names."""
+    from ..planning.plan import Plan
+    from .job import checked_plan, plan_in
+
+    try:
+        plan = plan_in(folder.plan_path)
+    except ShoestringError as error:
+        record = folder.record()
+        say(f"{error}; the techniques are taken from {folder.record_path}")
+        return Plan(budget_bytes=record.budget_bytes, **record.settings.get("techniques", {}))
+    return checked_plan(plan, folder.plan_path, task)

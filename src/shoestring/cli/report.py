@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ShoestringError
-from .options import command, output_file, print_json, write_text
+from .options import command, output_file, path_name, print_json, say, some_path, write_text
 
 EXAMPLES = (
     "runs/wrn-28-2 -o page.html",
@@ -18,10 +18,12 @@ HELP = "the folder of a run (two are compared), a study's name, or a file of `sh
 
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "report", run, "write a page of a run or a study, for any browser", EXAMPLES)
-    parser.add_argument("subjects", nargs="+", metavar="RUN_OR_STUDY", help=HELP)
+    parser.add_argument("subjects", type=path_name, nargs="+", metavar="RUN_OR_STUDY", help=HELP)
     parser.add_argument("--scale", choices=("memory", "small", "full"), default="memory", help="of a study")
-    parser.add_argument("--store", type=Path, default=Path("runs/studies"), metavar="DIR", help="of a study's results")
-    parser.add_argument("--data", metavar="DIR", help="the data that a study was trained on")
+    parser.add_argument(
+        "--store", type=some_path, default=Path("runs/studies"), metavar="DIR", help="of a study's results"
+    )
+    parser.add_argument("--data", type=path_name, metavar="DIR", help="the data that a study was trained on")
     parser.add_argument(
         "-o", "--output", type=output_file(".html"), required=True, metavar="FILE", help="the page, one file"
     )
@@ -31,6 +33,9 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.page import page_html
 
     data = _data(args)
+    for shown in data["runs"]:
+        for note in shown["notes"]:
+            say(f"{shown['name']}: {note}")
     text = page_html(data)
     write_text(args.output, text)
     if args.json:
@@ -69,8 +74,10 @@ def _named_study(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _study_file(name: str) -> dict[str, Any]:
     """A study's report, from a file."""
+    from ..records import file_bytes, read_object
+
     try:
-        found = json.loads(Path(name).read_bytes())
+        found = read_object(file_bytes(Path(name)))
     except FileNotFoundError:
         raise ShoestringError(
             f"{name!r} is neither the folder of a run, nor a study (see `shoestring study list`), nor a file of one"
@@ -78,9 +85,8 @@ def _study_file(name: str) -> dict[str, Any]:
     except OSError as error:
         raise ShoestringError(f"{name!r} cannot be read: {error.strerror}") from error
     except ValueError as error:
+        what = "JSON" if isinstance(error, json.JSONDecodeError) else "report of a study"
         raise ShoestringError(
-            f"{name!r} is no JSON ({error}): make it with `shoestring study report NAME --json`"
+            f"{name!r} is no {what} ({error}): make it with `shoestring study report NAME --json`"
         ) from error
-    if not isinstance(found, dict):
-        raise ShoestringError(f"{name!r} is no report of a study: make one with `shoestring study report NAME --json`")
     return found

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
-from .options import command, print_json, whole_number
+from .options import command, path_name, print_json, some_path, whole_number
 
 if TYPE_CHECKING:
     from ..studies.jobs import Store
@@ -27,20 +27,24 @@ def add(subparsers: Any) -> None:
     parser = command(subparsers, "study", run, "run the papers' tables and figures again", EXAMPLES)
     parser.add_argument("action", choices=ACTIONS, help=", ".join(ACTIONS))
     which = "its name, or a .toml file (see `study list`); import: a results file"
-    parser.add_argument("name", nargs="?", metavar="STUDY", help=which)
+    parser.add_argument("name", type=path_name, nargs="?", metavar="STUDY", help=which)
     parser.add_argument(
         "--scale", choices=("memory", "small", "full"), default="memory",
         help="memory: count and measure, train nothing (default); small: minutes to an hour a trial; full: the paper's",
     )  # fmt: skip
-    parser.add_argument("--data", metavar="DIR", help="the folder that holds cifar-10-batches-bin, multi30k.de-en, ...")
+    parser.add_argument(
+        "--data", type=path_name, metavar="DIR", help="the folder that holds cifar-10-batches-bin, multi30k.de-en, ..."
+    )
     where = "where jobs and results are; machines that share it share the work (default: runs/studies)"
-    parser.add_argument("--store", type=Path, default=Path("runs/studies"), metavar="DIR", help=where)
+    parser.add_argument("--store", type=some_path, default=Path("runs/studies"), metavar="DIR", help=where)
     cores, side = os.cpu_count() or 1, "side by side (default: one per core)"
     parser.add_argument("--jobs", type=whole_number(1, 1024), default=cores, metavar="N", help=side)
     parser.add_argument("--threads", type=whole_number(1, 1024), default=1, metavar="N", help="per job (default: 1)")
     parser.add_argument("--nice", type=whole_number(0, 19), default=10, metavar="N", help="of the jobs (default: 10)")
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where jobs run (default: local)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="report: also write JSON, figure and page there")
+    parser.add_argument(
+        "--output", type=some_path, metavar="DIR", help="report: also write JSON, figure and page there"
+    )
     parser.add_argument("--retry", action="store_true", help="also run again what failed")
 
 
@@ -162,6 +166,11 @@ def _report(args: argparse.Namespace) -> int:
         from ..reporting.results import write_results
         from ..studies.results import trials
 
+        if not any(row["measured_bytes"] or row["seeds"] for row in found["rows"]):
+            raise ShoestringError(
+                f"nothing of {study.name} at {args.scale} is done in {args.store}, so nothing was written: "
+                f"run `shoestring study run {args.name} --scale {args.scale}` with this --store"
+            )
         for path in write_results(args.output, study, found, trials(study, args.scale, store, args.data)):
             print(f"wrote {path}", file=sys.stderr)
     if args.json:

@@ -6,7 +6,6 @@ budget: the same batch in smaller microbatches, so that the effective batch stay
 """
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
@@ -15,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import OutOfMemory, ShoestringError
+from ..planning.plan import Plan
+from ..records import file_bytes
 from ..units import format_bytes, parse_bytes, share_of
 from .budgets import AUTO
 from .options import words_of
@@ -47,10 +48,12 @@ def supervise(args: argparse.Namespace, folder: Path, say: Callable[[str], None]
 
 
 def _again(args: argparse.Namespace, folder: Path, budget: str) -> list[str]:
-    """The words that resume a run for another budget: what it was started with is in its record."""
+    """The words that resume a run for another budget: what it was started with is in its record, but for the functions
+    of the user's, which must be named again."""
     model = [args.model] if args.model else []
+    named = [word for name in ("data", "valid") if (value := getattr(args, name)) for word in (f"--{name}", str(value))]
     more = ["--json"] if args.json else []
-    return ["train", *model, "--resume", "--replan", "--run", str(folder), "--budget", budget, *more]
+    return ["train", *model, *named, "--resume", "--replan", "--run", str(folder), "--budget", budget, *more]
 
 
 def _less(folder: Path, budget: str | None) -> int | None:
@@ -61,10 +64,10 @@ def _less(folder: Path, budget: str | None) -> int | None:
 
 
 def _planned(path: Path) -> int | None:
-    """The predicted peak of a run's plan; read without torch."""
+    """The predicted peak of a run's plan, if it has a plan that can be read."""
     try:
-        return json.loads(path.read_text())["predicted_peak_bytes"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return Plan.from_json(file_bytes(path).decode()).predicted_peak_bytes
+    except (OSError, ValueError, ShoestringError):
         return None
 
 

@@ -6,14 +6,12 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from ..errors import OverBudget, ShoestringError
 from ..training.schedules import SCHEDULES, schedule
-from ..units import format_bytes, parse_bytes, share_of
+from ..units import parse_bytes, share_of
 from .budgets import AUTO, auto_budget
-from .model import add_model, is_builtin, users_code
+from .model import add_model, users_code
 from .options import (
     WrongUsage,
     add_techniques,
@@ -21,24 +19,27 @@ from .options import (
     command,
     given,
     number,
+    path_name,
     print_json,
+    say,
+    some_path,
     techniques_of,
     whole_number,
-    write_text,
 )
 from .plan import add_bandwidth, add_budget, add_counting, add_risk, for_tensors
 from .recorded import kept, recall
+from .train_beside import Beside, keep, own_code, process_watch, resident_words, where, write_page
+from .train_folder import folder_path, run_folder
+from .train_plan import plain_step, plan_for, plan_in_use, predicted
 
 if TYPE_CHECKING:
     from ..distributed import World
-    from ..planning.plan import Plan
     from ..runs.folder import RunFolder
-    from ..task import Task
     from ..training.apply import LeanTask
-    from ..training.job import Job, Session
+    from ..training.job import Session
 
 EXAMPLES = (
-    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 7MB",
+    "wrn-28-2 --data cifar-10-batches-bin --batch 100 --epochs 200 --budget 8MB --risk approximate",
     "wrn-10-1 --epochs 5 --checkpoint 'residual-2*' --microbatch 10 --run runs/small",
     "--resume --run runs/small",
 )
@@ -48,8 +49,10 @@ def add(subparsers: Any) -> None:
     parser = command(subparsers, "train", run, "train inside a budget, and save as it goes", EXAMPLES)
     add_model(parser, optional=True)
     data = "a folder of images or sentence pairs (default: embedded ones), or file.py:function that returns batches"
-    parser.add_argument("--data", metavar="DIR", help=data)
-    parser.add_argument("--valid", metavar="FILE.py:FUNCTION", help="with such a function: batches to evaluate on")
+    parser.add_argument("--data", type=path_name, metavar="DIR", help=data)
+    parser.add_argument(
+        "--valid", type=path_name, metavar="FILE.py:FUNCTION", help="with such a function: batches to evaluate on"
+    )
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--epochs", type=whole_number(1, 10**6), metavar="N", help="times through the data")
     length.add_argument("--updates", type=whole_number(1, 10**9), metavar="N", help="batches in all")
@@ -57,7 +60,11 @@ def add(subparsers: Any) -> None:
     add_counting(parser)
     add_risk(parser)
     add_bandwidth(parser)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="the techniques, from a file of `shoestring plan`")
+    words = "in several processes, batch norm takes the statistics of all of them"
+    parser.add_argument("--sync-batch-norm", action="store_true", help=words)
+    parser.add_argument(
+        "--plan", type=some_path, metavar="FILE", help="the techniques, from a file of `shoestring plan`"
+    )
     parser.add_argument("--replan", action="store_true", help="over the budget, go on with smaller microbatches")
     supervise = "start again with less memory, from the last save, if the run is killed or gets none"
     parser.add_argument("--supervise", action="store_true", help=supervise)
@@ -69,10 +76,12 @@ def add(subparsers: Any) -> None:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the run")
-    group.add_argument("--run", dest="folder", type=Path, metavar="DIR", help="its folder (default: runs/MODEL)")
+    group.add_argument("--run", dest="folder", type=some_path, metavar="DIR", help="its folder (default: runs/MODEL)")
     group.add_argument("--resume", action="store_true", help="go on with the run in that folder, as it was started")
+    over = "with --resume, if all saves of the run are gone: begin again at update 0"
+    group.add_argument("--start-over", action="store_true", help=over)
     start = "start from these weights: safetensors, a state dict, or a folder of save_pretrained()"
-    group.add_argument("--from", dest="start", type=Path, metavar="FILE", help=start)
+    group.add_argument("--from", dest="start", type=some_path, metavar="FILE", help=start)
     group.add_argument("--partial", action="store_true", help="of --from, take the weights that fit, and say which")
     group.add_argument(
         "--save-every", type=whole_number(1, 10**9), metavar="N", help="also save each N updates (default: epochs only)"
@@ -91,6 +100,11 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--schedule", choices=SCHEDULES, help=f"of the learning rate (default: {usual})")
     clip = "largest norm of the gradient (default: the task's, mostly none)"
     group.add_argument("--clip", type=number(0, 1e30), metavar="X", help=clip)
+    image = (
+        "side of the images of built-in models: folders of pictures are resized to it, smaller images get a border "
+        "(default: that of the data, and of folders the model's own)"
+    )
+    group.add_argument("--image", type=whole_number(8, 4096), metavar="N", help=image)
     smooth = "of built-in image models (default: 0)"
     group.add_argument("--label-smoothing", type=number(0, 1, zero=True), metavar="X", help=smooth)
     group.add_argument(
@@ -109,14 +123,14 @@ def run(args: argparse.Namespace) -> int:
     if args.supervise:
         from .supervise import supervise
 
-        return supervise(args, _folder_path(args), _say)
+        return supervise(args, folder_path(args), say)
     return _run(args)
 
 
 def _run(args: argparse.Namespace) -> int:
     import torch
 
-    from ..distributed import agreed, by_first, joined, leaving_word
+    from ..distributed import agreed, by_first, check_same, joined, leaving_word
     from ..measuring.process import rss_bytes
     from ..planning.options import risk_of
     from ..training.processes import planned_by_first
@@ -125,27 +139,30 @@ def _run(args: argparse.Namespace) -> int:
     world = joined()
     measured = args.bandwidth or world.bytes_per_second()
     if args.budget == AUTO:
-        args.budget = by_first(world, lambda: str(auto_budget(_say)))
+        args.budget = by_first(world, lambda: str(auto_budget(say)))
     with leaving_word(world), users_code(args.model or ""):
-        folder = _folder(args, world)
+        folder = run_folder(args, world)
         if args.resume:
             recall(args, folder)
         elif args.model is None or (args.epochs is None and args.updates is None):
             raise WrongUsage("name a MODEL and how long to train it, by --epochs or --updates; or --resume a run")
         _refuse_alone(args)
+        if args.average and args.epochs and args.average > args.epochs:
+            raise WrongUsage(f"--average {args.average} is of the last epochs, and there are {args.epochs}: take fewer")
         if args.threads:
             torch.set_num_threads(args.threads)
         base = rss_bytes()  # Python and torch, before there is a model
         job = agreed(world, lambda: shared_out(load_job(args), world.size))
         planning = argparse.Namespace(**vars(args) | {"bandwidth": measured})
-        plan = planned_by_first(world, partial(_plan, planning, job, folder))
-        steps = {} if world.rank else _plain_step(job.task, plan)  # before its model is changed
+        check_same(world, {"plan": techniques_of(args)})
+        plan = planned_by_first(world, partial(plan_for, planning, job, folder))
+        steps = {} if world.rank else plain_step(job.task, plan)  # before its model is changed
         beside = Beside(kept(args, job), getattr(job, "pairs", None), steps, risk_of(job.task, plan), base)
         session = agreed(world, partial(job.build, plan))
         settings = job.settings | given(args, "label_smoothing") | _started(args, session.lean, folder.warn)
         del job  # and its batch, which only predictions need
         limit = plan.budget_bytes if share_of(args.budget) else args.budget and parse_bytes(for_tensors(args) or 0)
-        lean = _predicted(session.lean, limit, steps, world, args.replan)
+        lean = predicted(session.lean, limit, steps, world, args.replan)
         answer, lines = _train(args, session._replace(lean=lean), settings, folder, beside, world)
     if world.rank == 0:
         print_json(answer) if args.json else print("\n".join(lines))
@@ -165,49 +182,6 @@ def _started(args: argparse.Namespace, lean: "LeanTask", say: Callable[[str], No
     return {"from": str(args.start)}
 
 
-class Beside(NamedTuple):
-    """What is kept and told beside the training: the command, sentence pairs if the data are some, the steps of the
-    page, the plan's risk, and the resident bytes before there was a model."""
-
-    command: dict[str, Any]
-    pairs: Any
-    steps: dict[str, Any]
-    risk: str
-    base_bytes: int
-
-
-def _folder_path(args: argparse.Namespace) -> Path:
-    if args.model is None and args.folder is None:
-        raise WrongUsage("name a MODEL to train, or the folder of a run to go on with, by --resume --run DIR")
-    return args.folder or Path("runs") / _folder_name(args.model)
-
-
-def _folder(args: argparse.Namespace, world: "World") -> "RunFolder":
-    """The run's folder; refused before any work if it holds another run, or none to resume. A run that torchrun has
-    started again is resumed."""
-    from ..distributed import by_first
-    from ..runs.folder import RunFolder
-
-    folder = RunFolder(_folder_path(args), warn=_say if world.rank == 0 else lambda words: None)
-    args.resume = bool(by_first(world, lambda: _checked(folder, args)))
-    return folder
-
-
-def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
-    """Whether the run in the folder is resumed: "yes" or ""."""
-    from ..distributed import is_restarted
-
-    exists = folder.record_path.exists()
-    resume = args.resume or (exists and is_restarted())
-    if resume and not exists:
-        raise ShoestringError(f"{folder.path} holds no run: name the folder of one with --run")
-    if not resume and exists:
-        raise ShoestringError(
-            f"{folder.path} holds a run already: go on with it by --resume, or name another folder with --run"
-        )
-    return "yes" if resume else ""
-
-
 def _refuse_alone(args: argparse.Namespace) -> None:
     """Options that mean something under a budget only are not taken in silence."""
     if args.budget or args.plan or args.resume:
@@ -216,106 +190,6 @@ def _refuse_alone(args: argparse.Namespace) -> None:
     for option, is_given in asked.items():
         if is_given:
             raise WrongUsage(f"{option} is about a budget: give --budget too, or leave it out")
-
-
-def _folder_name(model: str) -> str:
-    """MODEL -> the name of its run: mine.py:task is mine-task."""
-    place, _, function = model.rpartition(":")
-    return f"{Path(place).stem}-{function}" if place else Path(model).name
-
-
-def _plan(args: argparse.Namespace, job: "Job", folder: "RunFolder") -> "Plan":
-    """The plan: from a file, from the techniques named, from the resumed run, or made for the budget."""
-    from ..planning.plan import Plan
-    from ..techniques.registry import is_open
-    from .job import read_plan
-    from .plan import make_plan
-
-    techniques = techniques_of(args)
-    if args.plan and techniques:
-        raise ShoestringError(f"--plan and --{min(techniques)} both say what to do: give one of them")
-    if args.plan:
-        return read_plan(args.plan, job.task)
-    if args.resume and folder.plan_path.exists() and not techniques:
-        return read_plan(folder.plan_path, job.task)
-    if techniques and share_of(args.budget) is not None and not is_open(techniques):
-        raise ShoestringError(
-            f"a budget of {args.budget} is planned for: leave --{min(techniques)} out, or name a size"
-        )
-    if args.budget and (not techniques or is_open(techniques)):
-        return job.plan_in_tokens(make_plan(job.task, args, rehearse=True))
-    return Plan(**techniques)
-
-
-def _plain_step(task: "Task", plan: "Plan") -> dict[str, Any]:
-    """The step without techniques, for the page, with the scratch known of this machine; none without a plan."""
-    from ..measuring.calibration import load_cache
-    from ..profiling import profile
-    from ..reporting.page import step_data
-
-    if not plan.techniques():
-        return {}
-    try:
-        return {"plain": step_data(profile(task, load_cache(), brief=True))}
-    except ShoestringError:
-        return {}  # the lean step may still be traceable
-
-
-def _keep_steps(folder: "RunFolder", steps: dict[str, Any]) -> None:
-    from ..reporting.page import write_steps
-
-    try:
-        write_steps(folder.path, steps)
-    except OSError as error:  # training will report what is wrong with the folder
-        _say(f"the page of {folder.path} will not show the step: {error.strerror}")
-
-
-def _write_page(folder: "RunFolder") -> Path | None:
-    """Writes the run's page into its folder; if that fails, the finished run is still good."""
-    from ..reporting.page import page_data, page_html, run_data
-
-    path = folder.path / "page.html"
-    try:
-        write_text(path, page_html(page_data(str(folder.path), [run_data(folder.path)])))
-    except ShoestringError as error:
-        _say(f"the page was not written: {error}")
-        return None
-    return path
-
-
-def _predicted(
-    lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], world: "World", replan: bool
-) -> "LeanTask":
-    """The lean task with its predicted memory in its plan; its step is added to `steps`."""
-    from ..training.apply import LeanTask
-    from ..training.processes import planned_by_first
-
-    plan = planned_by_first(world, lambda: _prediction(lean, budget_bytes, steps, replan))
-    return LeanTask(lean.task.with_(batch=None), plan)
-
-
-def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any], replan: bool) -> "Plan":
-    """The plan with what it needs; refused if that is over the budget, unless the run may be replanned."""
-    from ..measuring import calibrated
-    from ..profiling import profile
-    from ..reporting.page import step_data
-    from ..reporting.progress import progress
-
-    task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
-    with progress("calibrating the step's operators, once for this machine") as advance:
-        result = calibrated(lambda table: profile(task, table, brief=True), advance)
-    if limit is not None and result.peak_bytes > limit and not replan:
-        raise OverBudget(
-            f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
-            f"{format_bytes(limit)}: leave the techniques out and let --budget choose them, add some, or raise it"
-        )
-    steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
-    return lean.plan.with_(
-        task=task.name,
-        budget_bytes=limit,
-        predicted_peak_bytes=result.peak_bytes,
-        predicted_bytes=result.bytes_by_category,
-    )
 
 
 Answer = tuple[dict[str, Any], list[str]]  # as JSON, and in words
@@ -329,32 +203,32 @@ def _train(
     beside: Beside,
     world: "World",
 ) -> Answer:
-    from ..measuring import measure_allocator
+    from ..measuring.counted import measure_counted
     from ..measuring.process import peak_rss_bytes
     from ..reporting.run_progress import run_progress
     from ..reporting.run_words import plan_words, row, summary
     from ..reporting.tensorboard import tensorboard
-    from ..runs.record import read_record
     from ..training.loop import train
     from ..training.recipe import Recipe
     from ..training.resumable import length_of
 
-    before = read_record(folder.record_path) if args.resume else None
+    before = folder.record() if args.resume else None
     length = given(args, "epochs", "updates")
     batches = length_of(session.data) or 0
     updates = Recipe(**length).length(batches) if batches or args.updates else 0  # without a length, train() refuses
-    own = () if is_builtin(args.model) else (args.model,)  # code is not run because a folder names it
+    own = own_code(args)
     # "--", or torchrun takes --run for one of its own
     start = ["torchrun", "--nproc-per-node", str(world.size), "-m", "--"] if world.size > 1 else []
     resume = shlex.join([*start, "shoestring", "train", *own, "--resume", "--run", str(folder.path)])
     evaluate = shlex.join(["shoestring", "evaluate", str(folder.path), *own])
     export = shlex.join(["shoestring", "export", str(folder.path), "-o", "model.safetensors"])
+    watch = process_watch() if args.counting == "process" else None
     plan_row = row("plan", plan_words(session.lean.plan, beside.risk))
     with ExitStack() as stack:
         listeners: list[Any] = []
         if world.rank == 0:
-            _keep(folder, beside)
-            print(plan_row, *_where(args, settings, world), sep="\n", file=sys.stderr)
+            keep(folder, beside)
+            print(plan_row, *where(args, settings, world), sep="\n", file=sys.stderr)
             listeners.append(stack.enter_context(run_progress(sys.stderr, session.lean.plan.budget_bytes)))
             if args.tensorboard:
                 listeners.append(stack.enter_context(tensorboard(folder.path / "tensorboard")))
@@ -363,9 +237,11 @@ def _train(
             session.data,
             run=folder,
             resume=args.resume,
+            start_over=args.start_over,
             listeners=listeners,
             settings=settings,
-            meter=measure_allocator,
+            meter=measure_counted,
+            watch=watch,
             replan=args.replan,
             how_to_resume=resume,
             command=beside.command,
@@ -376,45 +252,16 @@ def _train(
             save_every=args.save_every,
             **length,
         )
-    page = _write_page(folder) if world.rank == 0 else None
+    page = write_page(folder) if world.rank == 0 else None
     resident = {"peak_bytes": peak_rss_bytes(), "base_bytes": beside.base_bytes}
     answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate, "export": export}
     answer |= {"page": str(page) if page else None, "resident": resident}
-    later = {"saved": str(folder.path), "evaluate": evaluate, "export": export, "process": _resident(**resident)}
+    whole = parse_bytes(args.budget) if watch else None
+    later = {"saved": str(folder.path), "evaluate": evaluate, "export": export}
+    later |= {"process": resident_words(**resident, budget_bytes=whole)}
     already = before is not None and before.finished and before.updates == record.updates
     first, *rest = summary(record, already)
     later |= {"page": str(page)} if page else {}
+    if world.rank == 0:
+        plan_row = row("plan", plan_in_use(folder, session.lean.plan, beside.risk))
     return answer, [first, plan_row, *rest, *(row(name, words) for name, words in later.items())]
-
-
-def _keep(folder: "RunFolder", beside: Beside) -> None:
-    """What later commands and the page need, before the first update."""
-    from ..data import keep_languages
-
-    _keep_steps(folder, beside.steps)
-    if beside.pairs is not None:
-        keep_languages(folder.languages_path, beside.pairs.known)
-
-
-def _where(args: argparse.Namespace, settings: dict[str, Any], world: "World") -> list[str]:
-    """The data, the device and the threads, in words."""
-    import torch
-
-    from ..reporting.run_words import row
-
-    count = torch.get_num_threads()
-    processes = f"{world.size} processes of " if world.size > 1 else ""
-    threads = f"CPU, {processes}{count} thread{'s' if count > 1 else ''}"
-    return [row("data", f"{settings['data']}; {args.data or 'embedded'}"), row("device", threads)]
-
-
-def _resident(peak_bytes: int, base_bytes: int) -> str:
-    """What the machine sees, which no budget counts: Python, torch and its libraries are in it."""
-    return (
-        f"{format_bytes(peak_bytes, 3)} resident at the peak, {format_bytes(base_bytes, 3)} of it Python and torch "
-        "before there was a model (not in the budget)"
-    )
-
-
-def _say(message: str) -> None:
-    print(f"shoestring: {message}", file=sys.stderr)

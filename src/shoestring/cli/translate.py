@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import ShoestringError
-from .options import add_threads, command, print_json, whole_number
+from .options import add_threads, command, print_json, say, whole_number
 from .recorded import add_run, opened
 
 EXAMPLES = (
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         raise ShoestringError(f"{folder.path} is no run of a translation: it holds no vocabulary")
     if args.threads:
         torch.set_num_threads(args.threads)
-    texts = list(args.sentences or _lines())
-    model: Any = load(folder.path, weights=args.weights)
+    texts = [_checked(text, number) for number, text in enumerate(args.sentences or _lines(), 1)]
+    model: Any = load(folder.path, weights=args.weights, warn=say)
     sentences = encode(in_pieces(texts, languages.split), languages.source)
     with torch.no_grad():
         found = translate(model, sentences, languages.target, beams=args.beams)
@@ -57,7 +57,18 @@ def _lines() -> Iterator[str]:
     """The sentences of stdin, one per line."""
     if sys.stdin.isatty():
         print("shoestring: one sentence per line, then Ctrl-D", file=sys.stderr)
-    for number, line in enumerate(sys.stdin, 1):
-        if not line.strip():
-            raise ShoestringError(f"line {number:,} is empty: give one sentence per line")
-        yield line.strip()
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError:
+        raise ShoestringError("the sentences are not UTF-8: convert them first, as with iconv") from None
+
+
+def _checked(text: str, number: int) -> str:
+    """A sentence without the blanks around it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ShoestringError(f"sentence {number:,} is not UTF-8: convert it first, as with iconv") from None
+    if not text.strip():
+        raise ShoestringError(f"sentence {number:,} is empty: give one sentence per line")
+    return text.strip()

@@ -9,24 +9,22 @@ import math
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import plan as make_plan
 from ..errors import OverBudget, ShoestringError
-from ..measuring import measure_allocator
 from ..measuring.calibration import load_cache
+from ..measuring.counted import is_available, measure_counted
 from ..planning.plan import Plan
 from ..profiling import profile
-from ..randomness import RandomState
 from ..task import Task, whole
+from ..techniques.words import described
 from ..training.apply import LeanTask, apply
 from ..training.budget import Budget, batch_bytes
 from ..training.loop_optimizer import LoopOptimizer
-from ..training.replan import smaller_microbatches
+from ..training.replan import predicted_bytes, smaller_microbatches
 from ..units import format_bytes, parse_bytes
 from ..used_up import UsedUp
 
@@ -38,8 +36,8 @@ class Guest:
     which holds `fetched` others beside the one that runs.
 
     `backward` measures and keeps the budget as `train` does: a batch for which too much is predicted, or that took too
-    much, goes on in smaller microbatches, and `warn` is told. Steps are measured where the budget has room for the
-    meter itself, and go by their prediction elsewhere.
+    much, goes on in smaller microbatches, and `warn` is told. Steps are measured where the counter works, or where the
+    budget has room for torch.profiler, and go by their prediction elsewhere.
     """
 
     def __init__(
@@ -69,13 +67,13 @@ class Guest:
         lean = apply(task, plan)
         pieces = len(list(lean.task.split(task.batch)))
         self.lean = _ready(lean)
-        meter = measure_allocator if self._has_room_for_meter(limit, pieces) else None
+        meter = measure_counted if is_available() or self._has_room_for_meter(limit, pieces) else None
         self._budget = Budget(limit, meter, None, batch_bytes(task.batch), self._predicted)
         self._updates = Budget(limit, meter, None)
         self._batch: Any = None
 
     def _has_room_for_meter(self, limit: int | None, pieces: int) -> bool:
-        """The meter's own memory is no tensor's, and must not break the budget either."""
+        """Where torch.profiler is the meter, its own memory is no tensor's, and must not break the budget either."""
         predicted = self.lean.plan.predicted_peak_bytes
         return limit is None or predicted is None or predicted + pieces * meter_room(limit) <= limit
 
@@ -112,7 +110,7 @@ class Guest:
 
     def describe(self) -> str:
         """The plan in one line."""
-        settings = ", ".join(f"{name} {value}" for name, value in self.lean.plan.techniques().items())
+        settings = described(self.lean.plan.techniques().items())
         peak = self.lean.plan.predicted_peak_bytes
         told = f", predicted peak {format_bytes(peak + self.fetched_bytes)}" if peak is not None else ""
         limit = f" of {format_bytes(self.budget_bytes)}" if self.budget_bytes is not None else ""
@@ -124,8 +122,7 @@ class Guest:
         return [*self.lean.held(), *made]
 
     def _predicted(self, batch: Any) -> int:
-        scratch = self.lean.plan.predicted_bytes.get("workspace", 0)
-        return profile(self.lean.task.with_(batch=batch), brief=True).peak_bytes + scratch
+        return predicted_bytes(self.lean, batch)
 
     def _shrink(self, batch: Any, over: Budget) -> None:
         used = over.used_bytes
@@ -166,23 +163,8 @@ class GuestOptimizer(LoopOptimizer):
         super().__init__(guest.lean.stepper)
         self.guest = guest
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _complete(self) -> None:
         self.guest.update()
-        return loss
-
-
-@contextmanager
-def unmoved() -> Iterator[None]:
-    """The global random generators are afterwards as they were: looking at a batch changes no run."""
-    before = RandomState({}).state()
-    try:
-        yield
-    finally:
-        RandomState({}).restore(before)
 
 
 def move_scheduler(scheduler: Any, theirs: Any, ours: LoopOptimizer) -> None:

@@ -8,7 +8,6 @@ accumulation, evaluation, callbacks and checkpoints stay as they are. The page i
 """
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,13 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..errors import ShoestringError
 from ..planning.plan import Plan
+from ..randomness import unmoved
+from ..records import file_bytes
+from ..runs.folder import replace_file
 from ..runs.state import has_extra_state
 from ..task import Task
 from ..techniques.microbatch import verdict
-from .guest import Guest, GuestOptimizer, move_scheduler, unmoved
+from .guest import Guest, GuestOptimizer, move_scheduler
 
 PLAN_NAME = "shoestring_plan.json"  # in each checkpoint, so that a resumed run goes on under the same plan
 logger = logging.getLogger(__name__)
@@ -169,8 +171,8 @@ class LeanMixin(_Host):
             logger.warning(f"{path.parent} was not written by a LeanTrainer: the rest of the run is planned anew")
             return None
         try:
-            return Plan.from_json(path.read_text())
-        except (OSError, ShoestringError) as error:
+            return Plan.from_json(file_bytes(path).decode())
+        except (OSError, ValueError, ShoestringError) as error:
             raise ShoestringError(f"{path}: {error}") from error
 
 
@@ -190,9 +192,7 @@ class PlanCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if folder.is_dir():
-            hidden = folder / f".{PLAN_NAME}"
-            hidden.write_text(self.trainer.guest.lean.plan.to_json())
-            os.replace(hidden, folder / PLAN_NAME)
+            replace_file(folder / PLAN_NAME, self.trainer.guest.lean.plan.to_json())
 
 
 class TrainersLoss:

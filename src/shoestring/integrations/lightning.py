@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from ..errors import ShoestringError
 from ..items import counted
 from ..planning.plan import Plan
+from ..randomness import unmoved
 from ..runs.state import has_extra_state
 from ..task import Task
-from .guest import Guest, GuestOptimizer, move_scheduler, unmoved
+from .guest import Guest, GuestOptimizer, move_scheduler
 
 logger = logging.getLogger(__name__)
 

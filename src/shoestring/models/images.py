@@ -23,7 +23,9 @@ def wide_resnet(depth: int, width: float) -> Callable[..., Task]:
 
     def make(generator: torch.Generator, batch: int = 100, classes: int = 10, image: int = 32) -> Task:
         images = random_images(generator, batch, classes, image)
-        return Task(on_meta(WideResNet, depth, width, classes), classification_loss, images, CONVNET_SGD)
+        return Task(
+            on_meta(WideResNet, depth, width, classes), classification_loss, images, CONVNET_SGD, static_graph=True
+        )
 
     return make
 
@@ -39,7 +41,7 @@ def resnet18(
     usual_classes, usual_image = (1000, 224) if stem == "imagenet" else (10, 32)
     classes = usual_classes if classes is None else classes
     images = random_images(generator, batch, classes, usual_image if image is None else image)
-    return Task(on_meta(ResNet18, classes, stem), classification_loss, images, CONVNET_SGD)
+    return Task(on_meta(ResNet18, classes, stem), classification_loss, images, CONVNET_SGD, static_graph=True)
 
 
 def resnet18_imagenet(
@@ -52,13 +54,13 @@ def resnet18_imagenet(
 def vit_tiny(generator: torch.Generator, batch: int = 100, classes: int = 10, image: int = 32) -> Task:
     """A vision transformer of 12 layers and width 192 on 4 x 4 patches."""
     images = random_images(generator, batch, classes, image)
-    return Task(on_meta(VisionTransformer, classes, image), classification_loss, images, VIT_ADAM)
+    return Task(on_meta(VisionTransformer, classes, image), classification_loss, images, VIT_ADAM, static_graph=True)
 
 
 def convnext_tiny(generator: torch.Generator, batch: int = 8, classes: int = 1000, image: int = 224) -> Task:
     """ConvNeXt-T."""
     images = random_images(generator, batch, classes, image)
-    return Task(on_meta(ConvNeXt, classes), classification_loss, images, VIT_ADAM)
+    return Task(on_meta(ConvNeXt, classes), classification_loss, images, VIT_ADAM, static_graph=True)
 
 
 def random_images(generator: torch.Generator, batch: int, classes: int, image: int) -> tuple[Tensor, Tensor]:
