@@ -4,7 +4,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from . import sizes
 from .choices import Choices, here, short
 from .remembered import remembered
 from .scratch import Moment, with_scratch
-from .values import Values
+from .values import Values, tensors_among
 
 _CATEGORY = {
     Phase.BUILD: Category.OPTIMIZER,  # the model is there already: what is built is the optimizer
@@ -92,7 +92,7 @@ class Tracer(TorchDispatchMode):
         module = self._current_module(phase)
         if func is torch.ops.aten.add.Tensor and phase == Phase.BACKWARD and _engine_adds_in_place(args[0]):
             func = torch.ops.aten.add_.Tensor
-        given = list(_tensors([args, kwargs.values()] if kwargs else args))
+        given = list(tensors_among([args, kwargs.values()] if kwargs else args))
         try:
             out, scratch, signature = self._call(func, args, kwargs, given)
         except DataDependentOutputException:
@@ -101,7 +101,7 @@ class Tracer(TorchDispatchMode):
             out, scratch, signature = self._sized(func, args, kwargs), 0, None
         for tensor in given:
             self.watch(tensor, Category.INPUT, "", "made outside the step", Phase.BUILD)
-        for tensor in _tensors([out]):
+        for tensor in tensors_among([out]):
             self.watch(tensor, _CATEGORY[phase], module, func.__name__, phase)
         self.values.follow(func, args, kwargs, given, out)
         flops = Ambient.now().times * flops_of(func, args, kwargs, out)
@@ -137,7 +137,7 @@ class Tracer(TorchDispatchMode):
             raise DynamicOutputShapeException(func)
         out, exact = found
         if not exact:
-            size = max((tensor.numel() for tensor in _tensors([out])), default=0)
+            size = max((tensor.numel() for tensor in tensors_among([out])), default=0)
             self.unseen[f"the size of what {func} makes at {short(here())}: the most that it can be, {size:,}"] = None
         return out
 
@@ -295,15 +295,6 @@ def _width(func: Any, given: list[Tensor]) -> int:
 def home(path: str) -> str:
     """A parameter's path -> its module's."""
     return path.rpartition(".")[0]
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """An operator's arguments or results, lists among them -> the tensors."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 def _key(value: Any) -> Any:

@@ -54,7 +54,7 @@ class Values:
         if func.is_view or not (_draws(func) or self._is_concerned(func, given)):
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
-        outs = list(_tensors([out]))
+        outs = list(tensors_among([out]))
         extremes = _extremes(func, args, kwargs)
         if extremes is not None and len(outs) == 1 and outs[0].numel() <= LIMIT:
             self._draw(outs[0], extremes)
@@ -74,7 +74,7 @@ class Values:
 
     def run(self, func: Any, args: tuple, kwargs: dict) -> list[Any] | None:
         """An operator and its arguments -> its result for their values; None if some are not known."""
-        tensors = list(_tensors([args, list(kwargs.values())]))
+        tensors = list(tensors_among([args, list(kwargs.values())]))
         known: dict[int, tuple[Tensor, ...]] = {}
         for tensor in tensors:
             values = self.of(tensor)
@@ -108,7 +108,7 @@ class Values:
         results = self.run(func, args, kwargs)
         if results is None:
             return False
-        made = [list(_tensors([result])) for result in results]
+        made = [list(tensors_among([result])) for result in results]
         for number, out in enumerate(outs):
             if _key(out) not in self._held and all(len(parts) == len(outs) for parts in made):
                 self.keep(out, [parts[number] for parts in made])
@@ -118,7 +118,7 @@ class Values:
         """Copies of the tensors to be written: never the user's own, and one for each way."""
         if not written:
             return
-        tensors = _tensors([args, list(kwargs.values())])
+        tensors = tensors_among([args, list(kwargs.values())])
         ways = max((len(values) for tensor in tensors if (values := self.of(tensor))), default=1)
         for key in set(written) & set(self._held):
             held = self._held[key]
@@ -171,7 +171,7 @@ def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     if func._schema.is_mutable:
         for place, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                yield from _tensors([args[place] if place < len(args) else kwargs.get(argument.name)])
+                yield from tensors_among([args[place] if place < len(args) else kwargs.get(argument.name)])
 
 
 def _swapped(value: Any, known: dict[int, tuple[Tensor, ...]], way: int) -> Any:
@@ -185,13 +185,13 @@ def _swapped(value: Any, known: dict[int, tuple[Tensor, ...]], way: int) -> Any:
     return value
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
     """An operator's arguments or results, lists among them -> the tensors."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from tensors_among(value)
 
 
 def _geometry(tensor: Tensor) -> tuple:
