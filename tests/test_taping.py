@@ -9,6 +9,8 @@ import shoestring
 import zoo
 from contract import table
 from shoestring import SGD, Plan, Task, apply
+from shoestring.data import Augment, on_images
+from shoestring.training.job import CrossEntropy
 
 PLANS = [
     {"microbatch": 3},
@@ -101,6 +103,20 @@ def test_batches_of_changing_sizes_are_run_by_their_code_or_tape():
             lean.step(tuple(leaf[:size] for leaf in task.batch))
         states.append(lean.model.state_dict())
     assert_same(*states)
+
+
+def test_training_on_images_as_bytes_is_taped():
+    """What `train` and the studies run: crops, flips and the normalisation are part of each pass."""
+    augment = Augment(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.25), shrink=2)
+    images, labels = torch.randint(256, (12, 3, 16, 16), dtype=torch.uint8), torch.arange(12) % 10
+    batch = images, labels, augment.draw(np.arange(12, dtype=np.uint64))
+    model = table.wrn().model
+    task = Task(model, on_images(CrossEntropy(), augment), batch, SGD(lr=0.1))
+    plain, _ = trained(task, Plan(microbatch=3), static=False)
+    taped, stepper = trained(task, Plan(microbatch=3), static=True)
+    assert_same(plain, taped)
+    assert stepper.tapes.reason == ""
+    assert stepper.tapes.length > 20
 
 
 def test_evaluation_mode_between_steps_is_another_pass():

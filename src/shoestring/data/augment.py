@@ -51,8 +51,11 @@ class Augment:
 
     def normalise(self, images: Tensor) -> Tensor:
         """uint8 images -> float32 images of mean 0 and standard deviation 1 per channel."""
-        mean, std = (255 * images.new_tensor(v, dtype=torch.float32)[:, None, None] for v in (self.mean, self.std))
-        return images.float().sub_(mean).div_(std)
+        floats = images.float()
+        # By numbers, not tensors of them: a pass that makes a tensor without an operator cannot be taped.
+        for channel, (mean, std) in enumerate(zip(np.float32(self.mean), np.float32(self.std), strict=True)):
+            floats[:, channel].sub_(float(255 * mean)).div_(float(255 * std))
+        return floats
 
 
 def on_images(loss: Loss, augment: Augment) -> Loss:
