@@ -172,6 +172,13 @@ def test_what_is_offloaded_takes_no_memory_but_its_part_of_the_graph_does():
 MODELS = {"convolutions": little, "lstm": zoo.lstm, "gpt": zoo.gpt}
 
 
+def test_a_risk_is_advised_only_where_it_is_not_allowed_already():
+    allowed, asked = (plan(little(), "90%", risk, RATES).reasons for risk in ("neutral", "exact"))
+    assert not any("--risk neutral" in reason for reason in allowed)
+    assert any("a smaller budget may need a plan of risk neutral" in reason for reason in allowed)
+    assert any("--risk neutral" in reason for reason in asked)
+
+
 @pytest.mark.parametrize("name", ["convolutions", "lstm", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_a_larger_budget_never_gives_a_slower_plan_of_the_same_risk(name):
     """Nor a rougher one; a plan of lower risk may be slower, for exactness is spent last."""

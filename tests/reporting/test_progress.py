@@ -13,9 +13,10 @@ def test_short_work_says_nothing(capsys):
 
 def test_long_work_says_once_what_it_does_on_stderr(capsys, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0)
-    with progress("measuring") as advance:
-        advance(1, 2)
-        advance(2, 2)
+    for _ in range(2):  # parts of one work
+        with progress("measuring") as advance:
+            advance(1, 2)
+            advance(2, 2)
     assert capsys.readouterr() == ("", "shoestring: measuring\n")
 
 

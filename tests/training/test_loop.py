@@ -531,6 +531,12 @@ def test_a_keyword_that_train_does_not_take_is_refused_with_the_one_that_was_mea
         train(task(), Noise(), updates=1, **{name: 3})
 
 
+@pytest.mark.parametrize("name, value", [("epochs", 1.5), ("epochs", "2"), ("seed", "a"), ("schedule", "cosine")])
+def test_a_keyword_of_a_wrong_kind_is_refused_before_any_work(name, value):
+    with pytest.raises(ShoestringError, match=rf"train\(\) takes .* {name}.* and got {value!r}"):
+        train(task(), Noise(), **{"epochs": 1} | {name: value})
+
+
 @pytest.fixture
 def heard():
     """The tests themselves may run under nohup."""

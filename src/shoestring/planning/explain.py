@@ -84,7 +84,10 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
     yield from _evidence(search, option.settings)
     if (more := Risk(min(option.risk + 1, max(Risk)))) > option.risk:
         name = more.name.lower()
-        yield f'less memory, or less time, may need --risk {name}, in Python risk="{name}" ({ADDS[more]})'
+        if more <= search.allowed:
+            yield f"a smaller budget may need a plan of risk {name} ({ADDS[more]})"
+        else:
+            yield f'less memory, or less time, may need --risk {name}, in Python risk="{name}" ({ADDS[more]})'
     if option.settings and search.not_rehearsed and search.wants_rehearsal:
         yield f"not rehearsed: {search.not_rehearsed}"
 

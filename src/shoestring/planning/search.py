@@ -60,7 +60,7 @@ def plan(
     share, allowed = share_of(budget), Risk.named(risk)
     limit = UNLIMITED if budget is None or share is not None else parse_bytes(budget)
     check_plain(task)
-    search = Search(task, limit, rates, workspace, calibrate, progress, rehearse)
+    search = Search(task, limit, rates, workspace, calibrate, progress, rehearse, allowed)
     try:
         if budget is None:
             return explain.tradeoffs_of(search, allowed)
@@ -89,8 +89,10 @@ class Search:
         calibrate: Calibrate | None = None,
         progress: Progress = lambda message: None,
         rehearse: bool = False,
+        allowed: Risk = Risk.NEUTRAL,
     ) -> None:
         self.task, self.budget, self.rates, self.progress = task, budget, rates, progress
+        self.allowed = allowed
         self.candidates = Candidates(task)
         self.traces = Traces(task, self.candidates, dict(workspace or {}), calibrate, progress)
         self.wants_rehearsal, self.not_rehearsed = rehearse, why_not_rehearsed(task) if rehearse else ""

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 from rich.console import Console
 from rich.markup import escape
@@ -54,6 +55,12 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
             if console.is_terminal:
                 stack.enter_context(bar)
             else:
-                print(f"shoestring: {title}", file=sys.stderr)
+                _tell_once(title)
 
         yield advance
+
+
+@cache
+def _tell_once(title: str) -> None:
+    """Work that comes in several parts, as calibration does, is told at the first."""
+    print(f"shoestring: {title}", file=sys.stderr)

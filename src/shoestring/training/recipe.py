@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from ..errors import ShoestringError
@@ -43,4 +44,12 @@ def made_recipe(given: Mapping[str, Any]) -> Recipe:
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
             more = "; a learning rate is the task's: SGD(lr=...)" if name in ("lr", "learning_rate") else ""
             raise ShoestringError(f"train() takes no {name!r}: {hint}{more}")
+    for name in ("epochs", "updates", "seed", "average", "save_every"):
+        if (value := given.get(name)) is not None and not isinstance(value, Integral):
+            raise ShoestringError(f"train() takes a whole number as {name}, and got {value!r}")
+    if not callable(given.get("schedule", Constant())):
+        raise ShoestringError(
+            f"train() takes as schedule a function from the number of an update to a factor, and got "
+            f"{given['schedule']!r}: shoestring.training.schedules.schedule(NAME, updates) makes the named ones"
+        )
     return Recipe(**given)
