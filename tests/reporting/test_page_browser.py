@@ -242,6 +242,22 @@ def test_it_fits_a_phone_and_follows_the_colours_of_the_system(show, run, width,
     assert (red < 64) == (scheme == "dark")
 
 
+CROSSED = """return [...document.querySelectorAll('svg')].flatMap((svg) => {
+  const box = (e) => e.getBoundingClientRect(), lines = [...svg.querySelectorAll('line:is(.budget, .cursor)')].map(box);
+  return [...svg.querySelectorAll('text')].filter((text) => lines.some((line) =>
+    line.left < box(text).right && line.right > box(text).left &&
+    line.top < box(text).bottom && line.bottom > box(text).top)).map((text) => text.textContent); })"""
+
+
+@pytest.mark.parametrize("width", (360, 1100))
+@pytest.mark.parametrize("share", (0.9, 1.05, 1.2))
+def test_no_line_of_a_budget_or_of_the_chosen_moment_crosses_a_word(show, tmp_path, ledger, width, share):
+    budget = round(share * ledger.peak().bytes)
+    run = run_data(write_run(tmp_path / "run", ledger, budget_bytes=budget, measured_peak_bytes=ledger.peak().bytes))
+    page = show(page_data("a run", [run]), width)
+    assert page.run(CROSSED) == []
+
+
 def test_whatever_can_be_focused_has_a_name(show, run):
     page = show(page_data("a run", [run], study_data(STUDY)))
     unnamed = """return [...document.querySelectorAll('main :is([tabindex="0"], button, select, svg)')].filter(

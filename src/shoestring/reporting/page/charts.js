@@ -34,9 +34,9 @@ function xAxis(box, x, places, format, label) {
     ...places.map((place) => mark("text", { class: "soft", x: x(place), y: box.bottom + 15, "text-anchor": "middle" }, format(place))),
     mark("text", { class: "soft", x: box.right, y: box.height - 4, "text-anchor": "end" }, label));
 }
-function budgetLine(box, y, size) {
+function budgetLine(box, y, size, start) {
   return mark("g", { class: "budget-line" }, mark("line", { class: "budget", x1: box.left, x2: box.right, y1: y(size), y2: y(size) }),
-    mark("text", { class: "budget-word", x: box.right - 2, y: y(size) - 5, "text-anchor": "end" }, `budget ${bytes(size)}`));
+    mark("text", { class: "budget-word", x: start ? box.left + 4 : box.right - 2, y: y(size) - 5, "text-anchor": start ? "start" : "end" }, `budget ${bytes(size)}`));
 }
 
 // A name that must fit: of layers the end is kept, which tells them apart, of words the beginning.
@@ -74,8 +74,9 @@ function timelineChart(name, step, budget) {
       x(span.end) - x(span.first) > 56 ? mark("text", { class: "soft", x: (x(span.first) + x(span.end)) / 2, y: box.bottom + 21, "text-anchor": "middle" }, span.phase) : null));
     const cursor = mark("line", { class: "cursor", y1: box.top, y2: box.bottom });
     const dot = mark("circle", { r: 4, fill: "var(--ink)", class: "peak-dot", cx: x(step.peak_column + 0.5), cy: y(step.totals[step.peak_column]) });
+    const above = (height) => (near && y(budget) < height && y(budget) > height - 24 ? y(budget) : height) - 7; // nor the budget's
     const late = x(step.peak_column + 0.5) > box.right - 80; // then its number is left of the cursor's line, which must not cross it
-    const peak = mark("text", { class: "peak-word", x: x(step.peak_column + 0.5) + (late ? -7 : 7), y: y(step.totals[step.peak_column]) - 7, "text-anchor": late ? "end" : "start" }, bytes(step.totals[step.peak_column]));
+    const peak = mark("text", { class: "peak-word", x: x(step.peak_column + 0.5) + (late ? -7 : 7), y: above(y(most)), "text-anchor": late ? "end" : "start" }, bytes(step.totals[step.peak_column]));
     move = () => { for (const end of ["x1", "x2"]) cursor.setAttribute(end, x(chosen + 0.5)); };
     const column = (event) => {
       const area = event.currentTarget.getBoundingClientRect();
@@ -89,7 +90,7 @@ function timelineChart(name, step, budget) {
       onpointerenter: () => { pinned = false; },
       onclick: (event) => { choose(column(event)); pinned = true; },
       onkeydown: (event) => { if (Object.hasOwn(keys, event.key) && !event.ctrlKey && !event.metaKey) { event.preventDefault(); choose(keys[event.key]()); } },
-    }, yAxis(box, y, ticks(0, top), (size) => bytes(size, 3)), ...areas, ...bands, near ? budgetLine(box, y, budget) : null, dot, peak, cursor);
+    }, yAxis(box, y, ticks(0, top), (size) => bytes(size, 3)), ...areas, ...bands, near ? budgetLine(box, y, budget, step.peak_column > count / 2) : null, dot, peak, cursor);
     move();
     return drawn;
   });
@@ -135,9 +136,10 @@ function lineChart(label, series, format, { lines = [], stepped = false, zero = 
       return places.reduce((best, place, number) => (Math.abs(x(place) - at) < Math.abs(x(places[best]) - at) ? number : best), 0);
     };
     const keys = { ArrowLeft: () => chosen - 1, ArrowRight: () => chosen + 1, Home: () => 0, End: () => places.length - 1 };
+    const crossed = (line) => lines.some((other) => other !== line && other.value >= line.value && y(other.value) > y(line.value) - 24); // then its word goes below it
     const across = lines.filter((line) => isNumber(line.value)).map((line) => mark("g", {},
       mark("line", { class: "budget", x1: box.left, x2: box.right, y1: y(line.value), y2: y(line.value), style: line.colour ? `stroke:${line.colour}` : null }),
-      mark("text", { class: "budget-word", style: line.colour ? `fill:${line.colour}` : null, x: line.start ? box.left + 4 : box.right - 2, y: y(line.value) - 5, "text-anchor": line.start ? "start" : "end" }, line.label)));
+      mark("text", { class: "budget-word", style: line.colour ? `fill:${line.colour}` : null, x: line.start ? box.left + 4 : box.right - 2, y: y(line.value) + (crossed(line) ? 14 : -5), "text-anchor": line.start ? "start" : "end" }, line.label)));
     return picture(box, `${label} by update. Arrow keys move through it.`, {
       class: "lines", tabindex: 0, onpointermove: (event) => choose(nearest(event)), onclick: (event) => choose(nearest(event)),
       onkeydown: (event) => { if (Object.hasOwn(keys, event.key)) { event.preventDefault(); choose(keys[event.key]()); } },
@@ -205,6 +207,7 @@ function bars(label, rows, budget) {
   return responsive((width) => {
     const left = Math.min(190, width * 0.34), each = 34, box = { width, height: rows.length * each + 34 };
     const x = scale(0, Math.max(...rows.map(total), isNumber(budget) ? budget : 0) * 1.02 || 1, left, width - 84);
+    const after = (end) => (isNumber(budget) && x(budget) > end && x(budget) < end + 76 ? x(budget) : end) + 6; // the budget's line must not cross a number
     const drawn = rows.map((row, place) => {
       let at = 0;
       const parts = row.parts ? kindsOf(row.parts).filter((kind) => row.parts[kind] > 0).map((kind) => ({ name: look(kind).label, colour: look(kind).colour, size: row.parts[kind] })) : [{ name: "", colour: row.colour, size: row.size }];
@@ -215,7 +218,7 @@ function bars(label, rows, budget) {
           at += part.size;
           return told(mark("g", { class: "bar" }, mark("rect", { x: start, y, width: Math.max(0.5, x(at) - start), height: 22, fill: part.colour })), `${row.label}\n${part.name ? part.name + " " : ""}${bytes(part.size)}`);
         }),
-        mark("text", { x: x(at) + 6, y: y + 16 }, bytes(total(row))));
+        mark("text", { x: after(x(at)), y: y + 16 }, bytes(total(row))));
     });
     const line = isNumber(budget) ? mark("g", {}, mark("line", { class: "budget", x1: x(budget), x2: x(budget), y1: 16, y2: box.height - 8 }),
       mark("text", { class: "budget-word", x: Math.min(Math.max(x(budget), 70), width - 70), y: 12, "text-anchor": "middle" }, `budget ${bytes(budget)}`)) : null;
