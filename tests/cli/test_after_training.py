@@ -139,6 +139,8 @@ def test_code_that_a_run_names_is_not_run_unless_it_is_named_again(shoestring, f
 ])  # fmt: skip
 def test_a_folder_without_a_run_is_refused(shoestring, folder, words):
     assert "nowhere does not exist: name the folder" in shoestring(*words).complaint
+    (folder / "nowhere").touch()
+    assert "nowhere is no folder: name the folder" in shoestring(*words).complaint
 
 
 def test_a_run_translates_with_the_vocabulary_in_its_folder(shoestring, folder):

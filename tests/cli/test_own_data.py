@@ -73,3 +73,12 @@ def test_sizes_are_given_to_the_functions_that_take_them_and_batches_may_be_made
 def test_batches_that_cannot_be_trained_on_are_refused_in_one_line(train, data, how, words):
     answer = train(data, *how)
     assert answer.code == 2 and words in answer.err.splitlines()[-1] and "Traceback" not in answer.err
+
+
+def test_a_built_in_model_takes_no_function_for_its_folder_and_a_folder_is_no_function(train, shoestring):
+    how = "--updates", 1, "--run", "run"
+    words = "train", "wrn-10-1", "--data", f"{train.place}:batches"
+    assert "names a function, and wrn-10-1 reads a folder" in shoestring(*words, *how).complaint
+    words = "train", "wrn-10-1", "--valid", f"{train.place}:batches"
+    assert "--valid is for your own tasks" in shoestring(*words, *how).complaint
+    assert "'folder' names no function" in train("batches", "--valid", "folder", *how).complaint

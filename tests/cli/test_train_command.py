@@ -240,6 +240,7 @@ def test_a_step_that_takes_more_than_predicted_stops_the_run_and_with_replan_it_
         (("--epochs", 1, "--quality", "bleu"), "--quality is for translation"),
         (("--epochs", 1, "--label-smoothing", 0.1), "smooth the labels in your loss"),
         (("--epochs", 1, "--batch", 21), "batches of 21 cannot be made from 20 images"),
+        (("--epochs", 1, "--run", ""), "argument --run: the name is empty"),
         (("--epochs", 1, "--plan", "none.json"), "the plan none.json cannot be read: No such file"),
     ],
 )  # fmt: skip

@@ -79,6 +79,7 @@ def test_a_wrong_setting_is_refused_in_one_line_that_names_it(name, value, compl
     [
         ("nonzero", "30,metod=set", "nonzero has no setting 'metod'"),
         ("nonzero", "30,set", "nonzero has no setting 'set'"),
+        ("nonzero", "30,method", "nonzero: method has no value: write it as method=VALUE"),
         ("nonzero", "30,updates=often", "updates: 'often' is not a whole number"),
         ("nonzero", "30,updates=0", "updates: 0 is out of range"),
         ("microbatch", "4,simulated=perhaps", "simulated: 'perhaps' is not true or false"),

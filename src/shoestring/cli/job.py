@@ -44,6 +44,7 @@ def _classification(args: argparse.Namespace) -> "Job":
 
     _refuse(args, "tokens", "is for translation: use --batch")
     _refuse(args, "quality", "is for translation: images are judged by accuracy")
+    _refuse_functions(args)
     usual = builtin(args.model, device="meta", batch=1).batch[0].shape[-1]
     images = open_images(args.data, channels=3, size=args.image, resized=usual)
     if args.batch is not None and args.batch > len(images.train):
@@ -66,6 +67,7 @@ def _translation(args: argparse.Namespace) -> "Job":
     _refuse(args, "batch", "is for images: use --tokens")
     _refuse(args, "image", "is for images")
     _refuse(args, "label_smoothing", "is for images: the loss of translations is smoothed by 0.1 already")
+    _refuse_functions(args)
     known = getattr(args, "known", None)  # of the run, if there is one already
     pairs = open_pairs(args.data, vocabulary=getattr(args, "vocabulary", None) or 10_000, known=known)
     sizes: dict[str, Any] = {"source_vocabulary": len(pairs.source), "target_vocabulary": len(pairs.target)}
@@ -106,8 +108,18 @@ def _users(args: argparse.Namespace) -> "Job":
     return image_job(task.with_(name=task.name or args.model), images, args.seed)
 
 
+def _refuse_functions(args: argparse.Namespace) -> None:
+    """Batches that a function makes are for tasks of the user's: built-in models read folders."""
+    _refuse(args, "valid", "is for your own tasks: built-in models are judged on the data of their folder")
+    if is_function(args.data):
+        raise ShoestringError(
+            f"--data {args.data} names a function, and {args.model} reads a folder: name one, or train a task of yours "
+            "on such batches (MODEL as file.py:function)"
+        )
+
+
 def _refuse(args: argparse.Namespace, option: str, why: str) -> None:
-    if getattr(args, option) is not None:
+    if getattr(args, option, None) is not None:
         raise ShoestringError(f"--{option.replace('_', '-')} {why}")
 
 

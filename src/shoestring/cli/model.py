@@ -38,6 +38,8 @@ def is_function(text: str | None) -> bool:
 def load_batches(text: str, sizes: dict[str, int]) -> Any:
     """file.py:function that returns batches -> what it returns; it is given the sizes that it takes."""
     place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ShoestringError(f"{text!r} names no function of yours: write it as file.py:function")
     with users_code(text):
         function = _function(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name, place)
         taken = inspect.signature(function).parameters
@@ -71,7 +73,8 @@ def users_code(text: str) -> Iterator[None]:
     except ShoestringError:
         raise
     except SyntaxError as error:
-        where = f"line {error.lineno} of {Path(error.filename or text).name}"
+        line = f"line {error.lineno} of " if error.lineno else ""  # bytes that are no text are in no line
+        where = f"{line}{Path(error.filename or text.rpartition(':')[0]).name}"
         raise ShoestringError(f"{text!r} is not valid Python: {error.msg} in {where}") from error
     except (Exception, SystemExit) as error:
         theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]

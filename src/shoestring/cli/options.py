@@ -165,6 +165,8 @@ def path_name(text: str) -> str:
 
 def some_path(text: str) -> Path:
     """An argument type: the path of a file or folder."""
+    if not text:  # which would be the current folder
+        raise argparse.ArgumentTypeError("the name is empty: name a file or folder")
     return Path(path_name(text))
 
 

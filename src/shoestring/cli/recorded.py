@@ -128,7 +128,7 @@ def opened(path: Path) -> "RunFolder":
 
     folder = RunFolder(path, warn=say)
     if not folder.record_path.exists():
-        what = "holds no run" if path.is_dir() else "does not exist"
+        what = "holds no run" if path.is_dir() else "is no folder" if path.exists() else "does not exist"
         raise ShoestringError(f"{path} {what}: name the folder that `shoestring train` wrote, such as runs/wrn-28-2")
     return folder
 

@@ -177,6 +177,8 @@ def _shards(folder: Path) -> Source:
 
 def _pickled(path: Path) -> Source:
     """A state dict of torch.save, or a checkpoint that has one inside; values stay on disk until they are read."""
+    if not path.stat().st_size:
+        raise ShoestringError(f"{path} is empty (0 bytes): save the weights again")
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # of many kinds, for a file that may be anything

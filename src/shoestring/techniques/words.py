@@ -146,6 +146,8 @@ class Word:
         found = {self.first: self.settings[self.first].parse(first)}
         for part in rest:
             key, equals, value = part.partition("=")
+            if not equals and key in self.further:
+                raise ShoestringError(f"{self.name}: {key} has no value: write it as {key}=VALUE")
             if not equals or key not in self.further:
                 raise ShoestringError(self._no_setting(key))
             try:
