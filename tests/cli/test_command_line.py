@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import torch
 
 import shoestring as package
 from shoestring.cli import doctor
+from shoestring.cli.main import main
 from shoestring.errors import Diverged
 
 
@@ -100,6 +102,18 @@ def test_a_reader_that_leaves_early_is_no_error(arguments):
     done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_output_for_which_the_disk_has_no_room_is_told_as_that(shoestring, monkeypatch):
+    monkeypatch.setattr(doctor, "examine", raises(OSError(errno.ENOSPC, "No space left on device")))
+    answer = shoestring("doctor")
+    assert answer.code == 1 and "the output cannot be written: No space left on device" in answer.err
+
+
+def test_where_stderr_is_closed_words_do_not_go_to_stdout(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["profle"]) == 2
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("words, hint", [

@@ -59,7 +59,10 @@ def test_a_task_trains_on_batches_of_the_users_own_and_is_judged_by_their_loss(t
 
 
 def test_sizes_are_given_to_the_functions_that_take_them_and_batches_may_be_made_by_a_generator(train):
-    found = json.loads(train("batches", "--batch", 5, "--updates", 2, "--json", "--run", "sized").out)
+    answer = train("batches", "--batch", 5, "--updates", 2, "--json", "--run", "sized")
+    found = json.loads(answer.out)
+    (told,) = (line for line in answer.err.splitlines() if line.startswith("data "))
+    assert told.endswith(f"the batches of {train.place}:batches")
     assert found["updates"] == 2 and found["quality"] is None
     assert json.loads(train("generated", "--updates", 4, "--json", "--run", "made").out)["updates"] == 4
 

@@ -1,4 +1,6 @@
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,14 @@ def test_a_page_of_a_run_is_written(shoestring, tmp_path):
     answer = shoestring("report", run, "-o", page)
     assert answer.code == 0 and str(page) in answer.out
     assert [one["name"] for one in data_of(page)["runs"]] == [str(run)]
+
+
+def test_a_page_is_utf_8_in_any_locale(tmp_path):
+    words = ["report", str(write_run(tmp_path / "run")), "-o", str(tmp_path / "page.html")]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-m", "shoestring", *words], env=os.environ | locale, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "\u2026" in (tmp_path / "page.html").read_text("utf-8")  # of the script
 
 
 def test_two_runs_are_compared_on_one_page(shoestring, tmp_path):

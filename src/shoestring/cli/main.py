@@ -4,6 +4,7 @@ A command is a module of this package with `add(subparsers)` and `run(args) -> i
 None imports torch before it runs, so that `--help` is quick.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ COMMANDS = (profile, plan, train, evaluate, translate, export, bench, fidelity, 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that `argv` names -> its exit code; any error becomes one line on stderr."""
+    if sys.stderr is None:  # it was closed before the start, and what is printed to None goes to stdout, among data
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (until the end)
     try:
         code = _run(argv)
         if sys.stdout is not None:  # it is None if it was closed before the start
@@ -37,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_exhaustion(error):
             found = out_of_memory(error, "this command", "free some, or give a smaller model, batch or --budget")
             return _complain(str(found), found.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            what = error.filename or "the output"
+            return _complain(f"{what} cannot be written: {error.strerror}; make room, or write elsewhere", 1)
         kind = type(error).__name__
         return _complain(f"unexpected {kind}: {error}; set SHOESTRING_TRACEBACK=1 to see where it arose", 1)
 

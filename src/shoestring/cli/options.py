@@ -196,7 +196,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file whose name the user gave; an OS error becomes one line."""
     try:
-        path.write_text(text)
+        path.write_text(text, "utf-8")  # a page says so of itself, whatever the locale
     except OSError as error:
         raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
 

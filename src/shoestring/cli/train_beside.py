@@ -67,7 +67,8 @@ def where(args: argparse.Namespace, settings: dict[str, Any], world: "World") ->
     count = torch.get_num_threads()
     processes = f"{world.size} processes of " if world.size > 1 else ""
     threads = f"CPU, {processes}{count} thread{'s' if count > 1 else ''}"
-    return [row("data", f"{settings['data']}; {args.data or 'embedded'}"), row("device", threads)]
+    place = "" if is_function(args.data) else f"; {args.data or 'embedded'}"  # the words for a function name it
+    return [row("data", f"{settings['data']}{place}"), row("device", threads)]
 
 
 def own_code(args: argparse.Namespace) -> list[str]:

@@ -59,7 +59,7 @@ def plan_in_use(folder: "RunFolder", begun: "Plan", risk: str) -> str:
     from ..planning.plan import Plan
     from ..reporting.run_words import plan_words
 
-    plan = Plan.from_json(folder.plan_path.read_text())
+    plan = Plan.from_json(folder.plan_path.read_text("utf-8"))
     if plan.techniques() != begun.techniques():
         risk = f"{risk} before it was replanned; smaller microbatches are approximate with batch norm"
     return plan_words(plan, risk)

@@ -168,13 +168,13 @@ def figure_file(path: str | Path, width: float, height: float, title: str = "", 
 
 def _describe(path: Path, title: str, about: str) -> None:
     """Adds what a reader that cannot see the picture is told, and the colours of a dark page."""
-    text = path.read_text()
+    text = path.read_text("utf-8")
     end = text.index(">", text.index("<svg")) + 1
     style = f"<style>@media (prefers-color-scheme: dark) {{{_DARK}}}</style>"
     told = f"<title>{html.escape(title)}</title><desc>{html.escape(about)}</desc>"
     # Of a path's places a tenth of a point is less than can be seen.
     short = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), text[end:])
-    path.write_text(text[:end] + told + style + short)
+    path.write_text(text[:end] + told + style + short, "utf-8")
 
 
 def require_plot() -> None:

@@ -15,11 +15,11 @@ _LONGEST = 4000  # characters of one text; a run folder may hold anything
 def page_html(data: dict[str, Any]) -> str:
     """The data of a page -> its HTML; the data can be read back from the element `data`."""
     parts = files(__package__)
-    page = (parts / "page.html").read_text()
+    page = (parts / "page.html").read_text("utf-8")
     values = {
         "title": html.escape(_cleaned(data["title"])),
-        "style": (parts / "page.css").read_text(),
-        "script": "".join((parts / name).read_text() for name in ("page.js", "charts.js", "sections.js")),
+        "style": (parts / "page.css").read_text("utf-8"),
+        "script": "".join((parts / name).read_text("utf-8") for name in ("page.js", "charts.js", "sections.js")),
         "data": embedded(data),
     }
     before, *rest = page.split("{{")  # in one pass, so that nothing in a value is taken for a name
