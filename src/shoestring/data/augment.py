@@ -53,8 +53,9 @@ class Augment:
         """uint8 images -> float32 images of mean 0 and standard deviation 1 per channel."""
         floats = images.float()
         # By numbers, not tensors of them: a pass that makes a tensor without an operator cannot be taped.
-        for channel, (mean, std) in enumerate(zip(np.float32(self.mean), np.float32(self.std), strict=True)):
-            floats[:, channel].sub_(float(255 * mean)).div_(float(255 * std))
+        means, stds = (255 * np.array(values, np.float32) for values in (self.mean, self.std))
+        for channel in range(images.shape[1]):
+            floats[:, channel].sub_(float(means[channel])).div_(float(stds[channel]))
         return floats
 
 
