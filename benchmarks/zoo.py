@@ -250,7 +250,7 @@ def failures(rows: dict[str, Any]) -> list[str]:
 
 ABOUT = """
 - **plain**: the heap's peak in two plain training steps. **profile**: `shoestring.profile(task)` beside it, which
-  should be within {within:.0%}.
+  should be within {within:.0%}, or more where the profile says what it can only bound (layers dropped at random).
 - **70%, 40%, 20%**: `shoestring.plan(task, budget)` for such a share of plain, at the default risk, and what its steps
   took of that budget on the heap.
 - **updates**: weights after two SGD steps under each checkpoint strategy that the planner tries and with saved tensors
