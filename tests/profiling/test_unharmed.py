@@ -1,6 +1,7 @@
 """A profile leaves no trace: model, gradients, attributes and random numbers stay as they were."""
 
 import copy
+import sys
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -67,6 +68,13 @@ def test_the_model_is_as_it_was():
     before = snapshot(task)
     profile(task)
     assert_same(before, snapshot(task))
+
+
+def test_modules_still_share_the_keys_of_their_attributes():
+    task = make(model=nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8)))
+    before = sys.getsizeof(vars(task.model[0]))
+    profile(task)
+    assert sys.getsizeof(vars(task.model[0])) < 1.5 * before  # a dictionary with keys of its own is three times as large
 
 
 def test_gradients_that_were_there_are_still_there():

@@ -40,6 +40,14 @@ def test_pieces_are_views_of_the_batch_and_the_last_is_what_remains():
     assert torch.equal(torch.cat([piece["y"] for piece in pieces]), labels)
     assert pieces[1]["x"].untyped_storage().data_ptr() == images.untyped_storage().data_ptr()
     assert all(piece["scale"] == 2 and piece["name"] == "n" for piece in pieces)
+    assert not pieces[1]["x"]._is_view()  # for autograd, whose notes on a view are larger than the view
+
+
+def test_a_piece_of_what_is_differentiated_is_too():
+    images = torch.randn(4, 3, requires_grad=True)
+    pieces = list(ByExamples(2)(images))
+    sum(piece.square().sum() for piece in pieces).backward()
+    assert torch.equal(images.grad, 2 * images)
 
 
 # -- what is cut ----------------------------------------------------------------------------------------------------

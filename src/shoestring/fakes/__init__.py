@@ -128,7 +128,9 @@ def _fake_attributes(module: nn.Module, faker: Faker) -> dict[str, Any]:
 
 
 def _restore(module: nn.Module, attributes: dict[str, Any]) -> None:
-    vars(module).clear()
+    # Not by clear() and update(): modules of a class share the keys of their dictionaries until one is cleared.
+    for name in vars(module).keys() - attributes.keys():
+        del vars(module)[name]
     vars(module).update(attributes)
 
 

@@ -103,7 +103,7 @@ def cut(batch: Any, rows: Rows, shared: Shared = ()) -> Any:
             return leaf
         if isinstance(leaf, Tensor | np.ndarray):
             _check_matches(path, leaf, counting, examples)
-            return leaf[rows] if _rows(leaf) == examples and leaf.ndim else leaf
+            return _some(leaf, rows) if _rows(leaf) == examples and leaf.ndim else leaf
         return _entries(leaf, rows) if has_an_entry_each(path, leaf) else leaf
 
     return mapped_by_name(piece, batch, has_an_entry_each)
@@ -111,6 +111,12 @@ def cut(batch: Any, rows: Rows, shared: Shared = ()) -> Any:
 
 def _rows(leaf: Any) -> int:
     return leaf.shape[0] if leaf.ndim else 1
+
+
+def _some(leaf: Any, rows: Rows) -> Any:
+    """Of tensors that nobody differentiates, views without autograd's notes on them: these take more than the views."""
+    part = leaf[rows]
+    return part.detach() if isinstance(part, Tensor) and not part.requires_grad else part
 
 
 def _entries(node: list | tuple, rows: Rows) -> list | tuple:
