@@ -62,7 +62,8 @@ def test_every_kind_of_model(make):
     assert stepper.tapes.length or stepper.tapes.reason
 
 
-def test_the_code_of_the_model_is_not_run_again():
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+def test_the_code_of_the_model_is_not_run_again(pieces):
     class Counting(nn.Module):
         calls = 0
 
@@ -77,10 +78,27 @@ def test_the_code_of_the_model_is_not_run_again():
     task = Task(
         Counting(), lambda model, x: model(x).square().mean(), torch.randn(4, 4), SGD(lr=0.1), static_graph=True
     )
-    lean = apply(task, Plan())
+    lean = apply(task, Plan(microbatch=4 // pieces) if pieces > 1 else Plan())
+    Counting.calls = 0  # applying a plan may look at a pass
     for _ in range(10):
         lean.step(task.batch)
-    assert Counting.calls == 2  # the first pass, and the one that was recorded
+    assert Counting.calls == 2  # the first pass, and the one that was recorded: it serves where gradients begin too
+
+
+def test_a_gradient_of_two_parameters_becomes_no_tensor_of_both():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.eye(4)), nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            return x @ (self.one + self.two)
+
+    task = Task(Twice(), lambda model, x: model(x).square().mean(), torch.randn(6, 4), SGD(lr=0.1))
+    plain, _ = trained(task, Plan(microbatch=2), static=False)
+    taped, stepper = trained(task, Plan(microbatch=2), static=True)
+    assert stepper.tapes.length
+    assert_same(plain, taped)
 
 
 def test_rewiring_and_another_loss_scale_are_followed():

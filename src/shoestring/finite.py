@@ -93,6 +93,8 @@ class Buffers:
 
     def _is_copied(self, buffer: Buffer) -> bool:
         module, name, tensor, _ = buffer
+        if name in getattr(module, "constant_buffers", ()):
+            return False
         return tensor.numel() <= SMALL or is_statistic(buffer) or (module, name) in self.changing
 
     def changed(self) -> list[bool]:

@@ -5,7 +5,7 @@ import pytest
 import zoo
 from shoestring import builtin
 from shoestring.planning.search import Search
-from shoestring.planning.timing import Work, seconds_of, taped_share
+from shoestring.planning.timing import Work, seconds_of
 from shoestring.rates import Rates
 
 SPEEDS = {"plain 32": 100.0, "lean 32": 200.0, "lean 4": 10.0, "plain 0": 50.0, "lean 0": 25.0}
@@ -26,15 +26,12 @@ def test_a_product_takes_the_time_of_its_kernel_on_maps_of_its_width():
     assert seconds_of(work(32), RATES, density=0.5) == pytest.approx(500 / 80)  # unknown: the overall rate
 
 
-@pytest.mark.parametrize("pieces, share", [(1, 1.0), (2, 0.0), (4, 0.75), (25, 0.96)])
-def test_passes_of_one_form_run_from_a_tape(pieces, share):
-    assert taped_share(pieces) == share
-
-
 def test_many_small_microbatches_take_less_time_from_a_tape():
     busy = Work({}, 0, 100, 0)
     calls = Rates(1, 1, 1e18, 1e-3)
-    assert seconds_of(busy._replace(static=True), calls, 10, lean=True) < 0.6 * seconds_of(busy, calls, 10, lean=True)
+    for pieces in (1, 2, 10):
+        taped, run = (seconds_of(busy._replace(static=static), calls, pieces, lean=True) for static in (True, False))
+        assert taped < 0.6 * run
 
 
 def test_a_trace_knows_widths_and_whether_a_tape_is_possible():

@@ -74,7 +74,7 @@ def test_modules_still_share_the_keys_of_their_attributes():
     task = make(model=nn.Sequential(nn.BatchNorm1d(8), nn.BatchNorm1d(8)))
     before = sys.getsizeof(vars(task.model[0]))
     profile(task)
-    assert sys.getsizeof(vars(task.model[0])) < 1.5 * before  # a dictionary with keys of its own is three times as large
+    assert sys.getsizeof(vars(task.model[0])) < 1.5 * before  # with keys of its own it is three times as large
 
 
 def test_gradients_that_were_there_are_still_there():

@@ -17,6 +17,7 @@ from torch import nn
 from metering import measured, predicted
 from shoestring import SGD, Plan, ShoestringError, Task, apply, builtin
 from shoestring.errors import NoEffect
+from shoestring.finite import Buffers
 from shoestring.kernels.sparse_index import decode
 from shoestring.measuring import measure_heap
 from shoestring.models import materialise
@@ -662,3 +663,9 @@ def test_a_map_of_other_channels_than_the_layer_reads_is_refused(channels):
     layer = SparseConv2d(nn.Conv2d(8, 4, 3), 60)
     with pytest.raises(ShoestringError, match=r"8 channels got an input of \(2, \d+, 6, 6\)"):
         layer(torch.randn(2, channels, 6, 6))
+
+
+def test_a_step_keeps_no_copy_of_an_index_in_case_it_breaks_off():
+    task = sparsity.apply(builtin("wrn-10-1", batch=2), sparsity.Settings(10))
+    copies = [copy for _, copy in Buffers(task.model, set()).copies]
+    assert copies and torch.uint8 not in {copy.dtype for copy in copies}

@@ -55,11 +55,6 @@ def sent_bytes(gradient_bytes: float, devices: int) -> float:
     return 2 * (devices - 1) / devices * gradient_bytes
 
 
-def taped_share(pieces: int) -> float:
-    """The share of passes that run from a tape: all of one form, which the first of several has not; two alternate."""
-    return 1.0 if pieces == 1 else 0.0 if pieces == 2 else (pieces - 1) / pieces
-
-
 def seconds_of(
     work: Work, rates: Rates, pieces: int = 1, density: float = 1.0, lean: bool = False, sent: float = 0.0
 ) -> float:
@@ -73,6 +68,5 @@ def seconds_of(
     computed = sum(density * flops / rates.speed(kind(width), width) for width, flops in work.flops.items())
     moved = work.born_bytes * rates.seconds_per_byte("memory") + work.offloaded_bytes * rates.seconds_per_byte("disk")
     moved += sent / rates.link_bytes_per_second
-    taped = taped_share(pieces) if work.static else 0.0
-    call = taped * TAPED_CALL + (1 - taped) * LEAN_CALL if lean else 1.0
+    call = (TAPED_CALL if work.static else LEAN_CALL) if lean else 1.0
     return computed + moved + pieces * work.calls * call * rates.seconds_per_call

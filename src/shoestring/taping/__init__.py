@@ -15,20 +15,22 @@ from ..ledger import Phase
 from ..phases import phase
 from ..user_hooks import HOOKS, global_hooks
 from .recorder import record
-from .tape import Leaves, Tape, form_of, given_tensors
+from .tape import Leaves, Tape, form_of, given_tensors, gradients_of
 
 
 class Tapes:
     """The tape of a model's passes. One is recorded when two passes in a row have the same form, and kept until two of
-    another form follow each other: of a step's microbatches, all but the first, which makes the gradients.
+    another form follow each other. A step's first pass makes the gradients to which the others add: a tape of one of
+    the others runs it too, if adding is all that it does with them (`Tape.may_begin`).
 
     `reason` says why no pass can be recorded, or why one could not: from then on none is.
     """
 
     def __init__(self, model: nn.Module, reason: str = "") -> None:
         self.model, self.reason = model, reason
-        self._last: Any = None  # the form of the pass before
-        self._form: Any = None  # of the tape
+        self._last: Any = None, None  # the form of the pass before, and of the gradients that it found
+        self._form: Any = None  # of the tape,
+        self._found: int | None = None  # and of the gradients that were there when it was recorded
         self._tape: Tape | None = None
 
     def one_pass(
@@ -38,24 +40,29 @@ class Tapes:
         pass depends on besides tensors and modules."""
         if self.reason or not _is_alone():
             return run()
-        given = list(given_tensors(self.model, leaves))
+        given, gradients = list(given_tensors(self.model, leaves)), list(gradients_of(self.model))
         form = (decided, form_of(given), _modes(self.model), *map(_like, leaves))
-        last, self._last = self._last, form
-        if self._tape is not None and form == self._form:
+        found = None if all(gradient is None for gradient in gradients) else form_of(gradients)
+        (last, found_last), self._last = self._last, (form, found)
+        if self._tape is not None and form == self._form and found in self._finds():
             with phase(Phase.FORWARD):
-                loss = self._tape.run(given)
+                loss = self._tape.run([*given, *gradients])
             check(loss)
             return loss
-        del given
-        if form != last:
+        del given, gradients
+        if form != last or found_last not in (found, None):
             return run()
         self._tape, self._form = None, form
         loss, tape = record(run, self.model, leaves)
         if isinstance(tape, Tape):
-            self._tape = tape
+            self._tape, self._found = tape, found
         else:
             self.reason = tape
         return loss
+
+    def _finds(self) -> tuple:
+        """The forms of gradients with which the tape can be run; None: without any."""
+        return (self._found, None) if self._tape is not None and self._tape.may_begin else (self._found,)
 
     @property
     def length(self) -> int:
@@ -64,7 +71,7 @@ class Tapes:
 
     def clear(self) -> None:
         """Forgets the tape: something of the model is about to change."""
-        self._tape = self._last = None
+        self._tape, self._last = None, (None, None)
 
 
 def _is_alone() -> bool:

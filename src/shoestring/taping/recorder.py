@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ..kernels.define import compiled_form
 from ..user_hooks import hooked_modules
-from .tape import NOBODY, Head, Leaves, Tape, given_tensors, has_hook
+from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook
 
 _aten = torch.ops.aten
 _BLANK = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default,
@@ -32,7 +32,7 @@ def record(run: Callable[[], Tensor], model: nn.Module, leaves: Leaves) -> tuple
     """Runs a pass over a microbatch -> its loss, and the tape of it, or why there is none."""
     if whose := _whose_hook(model):
         return run(), f"{whose} has a hook"
-    recorder = _Recorder(list(given_tensors(model, leaves)))
+    recorder = _Recorder(list(given_tensors(model, leaves)), list(gradients_of(model)))
     try:
         with recorder:
             loss = run()
@@ -71,7 +71,7 @@ class _Recorder(TorchDispatchMode):
     """A tensor is known by its storage and by where it lies in it: autograd and views make other objects of the same
     tensor, and addresses are used again."""
 
-    def __init__(self, given: list[Tensor]) -> None:
+    def __init__(self, given: list[Tensor], gradients: list[Tensor | None]) -> None:
         super().__init__()
         self.heads: list[Head] = []
         self.numbers = array("i")  # of each call: the slots that it reads and fills
@@ -84,6 +84,10 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Any, ...]] = {}
         self._shared: dict[Any, Any] = {}
         self.given = array("i", [self._given(tensor) for tensor in given])
+        first = len(self.depends)
+        self.given.extend(NOBODY if gradient is None else self._given(gradient) for gradient in gradients)
+        self.sums = range(first, len(self.depends))  # the slots of gradients that are there
+        self.only_added_to = bool(self.sums)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -96,6 +100,9 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         places = tuple(_places(args))
         reads = [self._slot(_at(args, place)) for place in places]
+        sums = [number in self.sums for number in reads]
+        if any(sums):
+            self.only_added_to &= sums == [True, False] and _adds(func, args, kwargs)
         unwritten = self._unwritten(func, args, places)
         result = func(*args, **kwargs)
         self._write(func, args, kwargs, places, reads, result)
@@ -206,7 +213,7 @@ class _Recorder(TorchDispatchMode):
     def tape(self, loss: Tensor, model: nn.Module, leaves: Leaves) -> Tape:
         if self.refused:
             raise _NotStatic(self.refused)
-        given = set(self.given)
+        given = set(self.given) - set(self.sums if self.only_added_to else ())
         gradients = [
             (module, name, number)
             for module in model.modules()
@@ -214,7 +221,7 @@ class _Recorder(TorchDispatchMode):
             if parameter is not None and parameter.grad is not None
             if (number := self._made(parameter.grad, f"the gradient of {name}")) not in given
         ]
-        if {*map(self._known_slot, given_tensors(model, leaves))} - given - {number for *_, number in gradients}:
+        if {*map(self._known_slot, given_tensors(model, leaves))} - given:
             raise _NotStatic("the pass replaces a tensor of the model")
         last = self._made(loss, "the loss")
         return _Compact(self, {last, *(number for *_, number in gradients)}).tape(last, gradients)
@@ -233,6 +240,11 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         raise _NotStatic(f"{func} takes a tensor by name")
     if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args):
         raise _NotStatic(f"{func} runs on another device than a CPU")
+
+
+def _adds(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the operator adds to its first argument another like it, which might as well stand in its place."""
+    return func is _aten.add_.Tensor and len(args) == 2 and not kwargs and _place(args[0])[1:] == _place(args[1])[1:]
 
 
 def _places(args: tuple) -> Iterator[int | tuple[int, int]]:
@@ -266,6 +278,7 @@ class _Compact:
     def __init__(self, recorder: _Recorder, wanted: set[int]) -> None:
         self.recorder = recorder
         self.kept: list[tuple[Head, list[int], list[int], list[int]]] = []  # head, reads, frees, fills
+        self.may_begin = recorder.only_added_to
         alive, end = set(wanted), len(recorder.numbers)
         for head in reversed(recorder.heads):
             start = end - len(head.places) - head.fills
@@ -276,6 +289,9 @@ class _Compact:
                 if not head.function._schema.is_mutable:
                     continue
                 fills = []
+            if self.may_begin and reads and reads[0] in recorder.sums:
+                fills = reads[:1]
+                self.may_begin = reads[1] not in alive  # else two parameters might get the same tensor
             self.kept.append((head, reads, [*({*reads} - alive)], fills))
             alive.update(reads)
         self.kept.reverse()
@@ -297,9 +313,11 @@ class _Compact:
         constants = {self._name(number): _kept(held) for number, held in recorder.constants.items() if number in read}
         calls, most = [], len(self._names)
         for head, reads, frees, fills in self.kept:
-            key = id(head), len(fills)
+            adds = bool(reads) and fills == reads[:1]
+            key = id(head), len(fills), adds
             if key not in heads:
-                heads[key] = head._replace(function=compiled_form(head.function), fills=len(fills))
+                function = accumulate if adds else compiled_form(head.function)
+                heads[key] = head._replace(function=function, fills=len(fills))
             calls.append(heads[key])
             numbers.extend(map(self._name, reads))
             freed = [self._names.pop(number) for number in frees]
@@ -307,4 +325,4 @@ class _Compact:
             numbers.extend((len(freed), *freed, *map(self._name, fills)))
             most = max(most, len(self._names) + len(self._free))
         left = [(module, name, self._name(number)) for module, name, number in gradients]
-        return Tape(calls, numbers, most, given, constants, self._name(loss), left)
+        return Tape(calls, numbers, most, given, constants, self._name(loss), left, self.may_begin)

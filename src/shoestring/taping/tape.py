@@ -1,7 +1,7 @@
 """A tape: the operators of one forward and backward pass, as `recorder.py` writes them down."""
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +30,14 @@ class Tape(NamedTuple):
     heads: list[Head]
     numbers: "array[int]"
     slots: int
-    given: "array[int]"  # the slot of each of `given_tensors`, in their order, or NOBODY
+    given: "array[int]"  # the slot of each of `given_tensors` and `gradients_of`, in their order, or NOBODY
     constants: dict[int, Tensor]
     loss: int
-    gradients: list[tuple[nn.Module, str, int]]  # where the pass leaves new gradients: parameters, and their slots
+    gradients: list[tuple[nn.Module, str, int]]  # where the pass leaves gradients: parameters, and their slots
+    may_begin: bool  # whether it may be run where there are no gradients yet, and it was recorded adding to some
 
-    def run(self, given: list[Tensor]) -> Tensor:
-        """Does the pass on `given_tensors` like those that it was recorded with -> its loss."""
+    def run(self, given: list[Tensor | None]) -> Tensor:
+        """Does the pass on tensors like those that it was recorded with -> its loss."""
         slots: list[Any] = [None] * self.slots
         for number, tensor in zip(self.given, given, strict=True):
             if number != NOBODY:
@@ -80,8 +81,16 @@ def _put_inside(args: list[Any], place: Any, tensor: Tensor) -> None:
     args[outer][inner] = tensor
 
 
+def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
+    """What autograd does with a new gradient: adds it to that of earlier passes, or leaves it as the first; a copy, if
+    another tensor lies in its storage (which its Python object counts as well)."""
+    if gradient is not None:
+        return gradient.add_(new)
+    return new if torch._C._storage_Use_Count(new.untyped_storage()._cdata) == 2 else new.clone()
+
+
 def given_tensors(model: nn.Module, leaves: Leaves) -> Iterator[Tensor]:
-    """What a pass finds when it begins: the microbatch's tensors, parameters, their gradients so far, and buffers."""
+    """What a pass finds when it begins, besides gradients: the microbatch's tensors, parameters and buffers."""
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             yield leaf
@@ -89,13 +98,21 @@ def given_tensors(model: nn.Module, leaves: Leaves) -> Iterator[Tensor]:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 yield tensor
-                if tensor.grad is not None:
-                    yield tensor.grad
 
 
-def form_of(tensors: list[Tensor]) -> int:
+def gradients_of(model: nn.Module) -> Iterator[Tensor | None]:
+    """The gradients so far, one for each parameter of each module."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            yield None if parameter is None else parameter.grad
+
+
+def form_of(tensors: Sequence[Tensor | None]) -> int:
     """Hash of what a tape depends on of the tensors that a pass is given: all but their values."""
-    return hash(tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad, has_hook(t)) for t in tensors))
+    forms = (
+        t if t is None else (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, has_hook(t)) for t in tensors
+    )
+    return hash(tuple(forms))
 
 
 def has_hook(tensor: Tensor) -> bool:

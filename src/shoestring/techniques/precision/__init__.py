@@ -11,7 +11,6 @@ of ReLU and dropout: precision alone includes `checkpoint="no-bn"` and `activati
 decides about the fusion itself (without a star, it is off).
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +21,7 @@ from ...errors import ShoestringError
 from ...passes.boundary import bound
 from ...passes.mode import with_mode
 from ...task import Task
+from ..copies import copied
 from ..evidence import SHORT
 from ..optimizer import lean_update, runs_in_backward
 from ..technique import Bounds, Risk, Technique
@@ -69,7 +69,7 @@ def apply(task: Task, settings: Settings) -> Task:
     check_convertible(task.model, dtype)
     task = with_mode(task, "precision")[0]
     if any(parameter.is_meta for parameter in task.model.parameters()):
-        task = task.with_(model=copy.deepcopy(task.model))  # costs nothing, and others may hold the model
+        task = task.with_(model=copied(task.model))  # costs nothing, and others may hold the model
     convert(task.model, dtype)
     bound(task.model, dtype)
     return task.with_(

@@ -7,7 +7,6 @@ Risk: quality is traded for memory, always. The paper's Table 3 has 93.95 ± 0.1
 (docs/accuracy_sparsity.md).
 """
 
-import copy
 import math
 import warnings
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 
 from ...errors import NoEffect, ShoestringError
 from ...task import Task
+from ..copies import copied
 from ..technique import Effect, Risk, Technique
 from .conversion import check_nonzero, from_dense
 from .layer import SparseLayer
@@ -93,7 +93,7 @@ def apply(task: Task, settings: Settings) -> Task:
     check_nonzero(settings.nonzero)
     _check_rewiring(settings)
     on_meta = any(parameter.is_meta for parameter in task.model.parameters())
-    model = copy.deepcopy(task.model) if on_meta else task.model
+    model = copied(task.model) if on_meta else task.model
     found = readers(task)
     from_dense(model, settings.nonzero, settings.layers, settings.positions, settings.seed, found)
     if found and not on_meta:

@@ -52,6 +52,7 @@ class SparseLayer(Layer):
     index: Tensor
     dense: ClassVar[type[nn.Module]]
     settings: ClassVar[tuple[str, ...]]
+    constant_buffers = ("index",)  # in a step, which need not copy them in case it breaks off
 
     def __init__(
         self, like: Any, count: int, *, bits: nonzeros.Bits | None = None, total: int | None = None, name: str = ""
