@@ -23,6 +23,9 @@ from .references import conv as reference_conv
 
 Size = int | Sequence[int]
 SCRATCH_BYTES = 384 * 1024  # of packed weights and FP32 rows, unless one row of 16 channels needs more
+# More than this does not make forward and input gradient faster (3 x 3 kernels on maps of 8, 16 and 32 pixels, 10
+# samples: AMD EPYC (Zen 3), AVX2, 1 thread); the input gradient is where a step with checkpointing has its peak.
+PACKED_BYTES, THREAD_BYTES = 128 * 1024, 32 * 1024
 
 
 def _sizes(
@@ -40,7 +43,8 @@ def _gather(
     """The kernel of the forward pass and, with the roles of the maps exchanged, of the input gradient."""
     source, weight = dense(source), weight.contiguous()
     scale, shift, bias = float32(scale), float32(shift), float32(bias)
-    block, rows, floats = core.conv_plan(sizes, backward, scratch_bytes, threads())
+    budget = min(scratch_bytes, PACKED_BYTES + threads() * THREAD_BYTES)
+    block, rows, floats = core.conv_plan(sizes, backward, budget, threads())
     scratch = source.new_empty(floats, dtype=torch.float32)
     read = (source, planar(source), scale, shift, relu, weight, code(weight), bias)
     launch(core.conv_gather, sizes, backward, *read, out, planar(out), code(out), block, rows, scratch, threads())
