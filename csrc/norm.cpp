@@ -17,12 +17,14 @@ constexpr int64_t BLOCK = 16;   // the same for rows; a block of rows stays in t
 struct Map {
   int64_t batch, channels, pixels;
   bool planar;
+  int64_t gap = 0;  // values of other channels between two samples of x, where it is a part of a larger planar map
   int64_t rows() const { return batch * pixels; }
 };
 
 struct Strip {
   int64_t channel, offset, step, count;
   int lanes;
+  int64_t gaps = 0;  // values of other channels before it
 };
 
 // The strips of one part of a map, in the order of memory.
@@ -34,10 +36,10 @@ void each_strip(const Map& map, int64_t part, F body) {
     const int64_t whole = map.pixels / LANES;
     const int rest = static_cast<int>(map.pixels % LANES);
     for (int64_t plane = begin; plane < end; ++plane) {
-      const int64_t first = plane * map.pixels, channel = plane % map.channels;
+      const int64_t first = plane * map.pixels, channel = plane % map.channels, gaps = plane / map.channels * map.gap;
       for (int64_t v = 0; v < whole; v += STRIP)
-        body(Strip{channel, first + v * LANES, LANES, std::min(STRIP, whole - v), LANES});
-      if (rest) body(Strip{channel, first + whole * LANES, LANES, 1, rest});
+        body(Strip{channel, first + v * LANES, LANES, std::min(STRIP, whole - v), LANES, gaps});
+      if (rest) body(Strip{channel, first + whole * LANES, LANES, 1, rest, gaps});
     }
     return;
   }
@@ -171,7 +173,7 @@ struct Coefficients { float *scale, *shift, *slope, *constant; };
 template <class T>
 struct Backward {
   Map map;
-  const T *grad, *x, *add;  // `add` may be null; `grad_x` may be `grad`
+  const T *grad, *x, *add;  // `add` may be null; `grad_x` may be `grad` or `x`, whose gaps it has
   const float *mean, *invstd;
   bool rectify;
   T* grad_x;
@@ -188,7 +190,7 @@ struct Backward {
       const Vector scale = spread(map, k.scale, s), shift = spread(map, k.shift, s), mu = spread(map, mean, s);
       Sums sums;
       along(s, [&](int64_t at, int lanes, int turn) {
-        const Vector value = load_part(x + at, lanes);
+        const Vector value = load_part(x + at + s.gaps, lanes);
         const Vector dz = gradient(load_part(grad + at, lanes), value, scale, shift);
         sums.first[turn] += dz;
         sums.second[turn] += dz * (value - mu);
@@ -211,10 +213,10 @@ struct Backward {
       const Vector scale = spread(map, k.scale, s), shift = spread(map, k.shift, s), mu = spread(map, mean, s),
                    slope = spread(map, k.slope, s), constant = spread(map, k.constant, s);
       along(s, [&](int64_t at, int lanes, int) {
-        const Vector value = load_part(x + at, lanes);
+        const Vector value = load_part(x + at + s.gaps, lanes);
         const Vector dz = gradient(load_part(grad + at, lanes), value, scale, shift);
         const Vector sum = dz * scale + ((value - mu) * slope + constant);
-        store_part(grad_x + at, add ? sum + load_part(add + at, lanes) : sum, lanes);
+        store_part(grad_x + at + s.gaps, add ? sum + load_part(add + at, lanes) : sum, lanes);
       });
     });
   }
@@ -240,6 +242,25 @@ void fold(Address mean, Address invstd, Address gamma, Address beta, Address sca
     at<float>(shift)[c] = shift_of(at<float>(beta), at<float>(mean), at<float>(scale)[c], c);
   }
 }
+
+// invstd = 1 / sqrt(variance + eps); running += momentum (new - running), where there are running statistics, with the
+// variance times `unbiased`.
+template <class T>
+void learn(const float* mean, const float* variance, int64_t channels, float momentum, float eps, float unbiased,
+           T* running_mean, T* running_variance, float* invstd) {
+  for (int64_t c = 0; c < channels; ++c) invstd[c] = 1 / std::sqrt(variance[c] + eps);
+  if (!running_mean) return;
+  const auto approach = [=](T* running, float now) {
+    const float before = widen(*running);
+    // From the nearer end, so that a momentum of 1 gives the new value itself.
+    const float after = momentum < 0.5f ? before + momentum * (now - before) : now - (now - before) * (1 - momentum);
+    store_part(running, broadcast(after), 1);
+  };
+  for (int64_t c = 0; c < channels; ++c) {
+    approach(running_mean + c, mean[c]);
+    approach(running_variance + c, variance[c] * unbiased);
+  }
+}
 }  // namespace
 
 // `planar` maps are [batch][channels][pixels], others [batch][pixels][channels].
@@ -263,10 +284,10 @@ static void batch_norm_apply(Address x, int storage, int64_t batch, int64_t chan
 
 // `coefficients` is scratch for 4 x channels floats; gamma, beta, add and sums may be 0.
 static void batch_norm_backward(Address grad, Address x, int storage, int64_t batch, int64_t channels, int64_t pixels,
-                                bool planar, Address mean, Address invstd, Address gamma, Address beta, bool rectify,
+                                bool planar, int64_t gap, Address mean, Address invstd, Address gamma, Address beta, bool rectify,
                                 Address add, Address sums, int64_t count, Address grad_x, Address grad_gamma,
                                 Address grad_beta, Address coefficients, Address totals, int threads) {
-  const Map map{batch, channels, pixels, planar};
+  const Map map{batch, channels, pixels, planar, gap};
   float* k = at<float>(coefficients);
   fold(mean, invstd, gamma, beta, coefficients, coefficients + channels * sizeof(float), channels);
   with_storage(storage, [&](auto type) {
@@ -277,7 +298,18 @@ static void batch_norm_backward(Address grad, Address x, int storage, int64_t ba
   });
 }
 
+static void batch_norm_learn(Address mean, Address variance, int64_t channels, double momentum, double eps,
+                             double unbiased, Address running_mean, Address running_variance, int storage,
+                             Address invstd) {
+  with_storage(storage, [&](auto type) {
+    using T = decltype(type);
+    learn(at<float>(mean), at<float>(variance), channels, static_cast<float>(momentum), static_cast<float>(eps),
+          static_cast<float>(unbiased), at<T>(running_mean), at<T>(running_variance), at<float>(invstd));
+  });
+}
+
 void bind_norm(nb::module_& m) {
+  m.def("batch_norm_learn", &batch_norm_learn, Release());
   m.def("batch_norm_statistics", &batch_norm_statistics, Release());
   m.def("batch_norm_fold", &fold, Release());
   m.def("batch_norm_apply", &batch_norm_apply, Release());

@@ -53,7 +53,7 @@ class Blocks {
   Blocks(const Nonzeros& nonzeros, int64_t channel_bytes, int64_t lines, int64_t budget, Arena& arena)
       : from(nonzeros), channel_bytes(channel_bytes) {
     const int64_t slack = from.bins() * (UNROLL - 1), longest = from.channels() * from.kernel + slack;
-    capacity = std::min(std::max(budget, longest), from.count + lines * slack);
+    capacity = std::min({std::max(budget, longest), from.count + lines * slack, lines * longest});
     const int64_t average = from.count / std::max<int64_t>(1, from.lines()) + slack / 2 + 1;
     most_lines = std::max<int64_t>(1, std::min(lines, capacity / average));
     group_of = arena.take<int32_t>(from.kernel);

@@ -9,8 +9,11 @@
 
 namespace {
 
-// Entries decoded at a time. Of few samples there is little to compute for each, and who runs few is short of memory.
-int64_t block_of(const Geometry& g) { return g.samples < 4 ? 2048 : 8192; }
+// Entries decoded at a time for `lines` lines. Of few samples there is little to compute for each, and who runs few is
+// short of memory; who asks for some of the lines, too.
+int64_t block_of(const Geometry& g, int64_t lines) {
+  return (g.samples < 4 ? 2048 : g.samples == 4 ? 4096 : 8192) * lines / g.lines;
+}
 constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 
 // What one thread works with.
@@ -18,9 +21,9 @@ struct Workspace {
   float* source;
   Blocks blocks;
   float* sums;  // forward: of the chunks so far, a tile for each line and class; weight gradient: of each entry
-  Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Arena& arena)
+  Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Split split, Arena& arena)
       : source(arena.take<float>((g.channels + 1) * g.channel)),
-        blocks(nonzeros, g.channel * 4, lines, block_of(g), arena) {
+        blocks(nonzeros, g.channel * 4, divide_up(lines, split.lines), block_of(g, lines), arena) {
     const int64_t tiles = (g.chunks() > 1 ? blocks.height() : 1) * g.classes() * g.tile_vectors * LANES;
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : tiles);
     if (!arena.base) return;
@@ -32,9 +35,14 @@ struct Workspace {
   }
 };
 
-int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, Split split) {
+// The split of some lines of the output, which have about their share of the nonzeros.
+Split share_lines(const Geometry& g, int64_t lines, int64_t count, int threads) {
+  return share(g, divide_up(count * lines, g.lines), threads, block_of(g, lines));
+}
+
+int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Split split) {
   Arena arena{nullptr};
-  return Workspace(g, nonzeros, divide_up(g.lines, split.lines), arena).blocks.countable() ? arena.used : TOO_LARGE;
+  return Workspace(g, nonzeros, lines, split, arena).blocks.countable() ? arena.used : TOO_LARGE;
 }
 
 // One tile of one line, whose bins start at `starts`: ROW is the floats of a row, 0 where it is flat.
@@ -170,34 +178,35 @@ Nonzeros nonzeros_of(const Sizes& sizes, const Geometry& g, bool ranked, Address
           sizes[OUT_CHANNELS], length, kernel, g.h.transposed, g.chunks(), g.chunk_channels, g.groups()};
 }
 
-int64_t convolve_scratch(const Sizes& sizes, bool transposed, int64_t count, int threads) {
+int64_t convolve_scratch(const Sizes& sizes, bool transposed, int64_t lines, int64_t count, int threads) {
   const Geometry g(sizes, transposed);
-  const Split split = share(g, count, threads, block_of(g));
-  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, false, 0, 0, 0, 0, count), split);
+  const Split split = share_lines(g, lines, count, threads);
+  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, false, 0, 0, 0, 0, count), lines, split);
   return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes;
 }
 
-// The convolution of x, or (transposed) the gradient of its input from that of its output.
-void convolve(const Sizes& sizes, bool transposed, Address source, int code, Address values, int values_code,
-              Address index, int64_t index_size, int64_t count, Address scale, Address shift, Address bias,
-              Address out, Address scratch, int threads) {
+// The convolution of x, or (transposed) the gradient of its input from that of its output: `some` lines from `from` on,
+// of which alone `out` is made.
+void convolve(const Sizes& sizes, bool transposed, int64_t from, int64_t some, Address source, int code,
+              Address values, int values_code, Address index, int64_t index_size, int64_t count, Address scale,
+              Address shift, Address bias, Address out, Address scratch, int threads) {
   const Geometry g(sizes, transposed);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, false, values, values_code, index, index_size, count);
-  const Split split = share(g, count, threads, block_of(g));
-  const int64_t bytes = workspace_bytes(g, nonzeros, split);
-  const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
+  const Split split = share_lines(g, some, count, threads);
+  const int64_t bytes = workspace_bytes(g, nonzeros, some, split);
+  const int64_t map = g.h.written_size() * g.w.written_size();
   on_threads(split.samples * split.lines, [&](int64_t thread) {
     Arena arena{at<uint8_t>(scratch) + thread * bytes};
     const Range samples = part(g.samples, split.samples, thread % split.samples);
-    const Range lines = part(g.lines, split.lines, thread / split.samples);
-    Workspace space(g, nonzeros, divide_up(g.lines, split.lines), arena);
-    for (space.blocks.begin(lines.begin, lines.end); space.blocks.next();) {
+    const Range lines = part(some, split.lines, thread / split.samples);
+    Workspace space(g, nonzeros, some, split, arena);
+    for (space.blocks.begin(from + lines.begin, from + lines.end); space.blocks.next();) {
       with_storage(code, [&](auto tag) {
         using T = decltype(tag);
         with_form(g, [&](auto form) {
           const auto body = [&](int64_t n, const Tile& tile) {
             convolve_lines<T, form.row, form.vectors>(g, space, tile, at<float>(bias),
-                                                                         at<T>(out) + n * written);
+                                                      at<T>(out) + (n * some - from) * map);
           };
           each_tile(g, samples, at<T>(source), {at<float>(scale), at<float>(shift)}, space.source, body);
         });
@@ -208,14 +217,14 @@ void convolve(const Sizes& sizes, bool transposed, Address source, int code, Add
 
 // Threads that share samples need sums of their own, as large as the weight twice over: few samples are not shared.
 Split share_gradient(const Geometry& g, int64_t count, int64_t threads) {
-  return g.samples < 4 * threads && g.lines >= threads ? Split{1, threads} : share(g, count, threads, block_of(g));
+  return g.samples < 4 * threads && g.lines >= threads ? Split{1, threads} : share_lines(g, g.lines, count, threads);
 }
 
 int64_t weight_gradient_scratch(const Sizes& sizes, int64_t count, int threads) {
   const Geometry g(sizes, false);
   const Split split = share_gradient(g, count, threads);
   const int64_t partial = split.samples > 1 ? split.samples * round_up(count * 4, 64) : 0;
-  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, true, 0, 0, 0, 0, count), split);
+  const int64_t bytes = workspace_bytes(g, nonzeros_of(sizes, g, true, 0, 0, 0, 0, count), g.lines, split);
   return bytes == TOO_LARGE ? TOO_LARGE : threads * bytes + partial;
 }
 
@@ -227,7 +236,7 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
   const Geometry g(sizes, false);
   const Nonzeros nonzeros = nonzeros_of(sizes, g, true, 0, 0, index, index_size, count);
   const Split split = share_gradient(g, count, threads);
-  const int64_t bytes = workspace_bytes(g, nonzeros, split), stride = round_up(count, 16);
+  const int64_t bytes = workspace_bytes(g, nonzeros, g.lines, split), stride = round_up(count, 16);
   const int64_t written = g.lines * g.h.written_size() * g.w.written_size();
   float* partial = at<float>(scratch + threads * bytes);
   on_threads(split.samples * split.lines, [&](int64_t thread) {
@@ -235,7 +244,7 @@ void weight_gradient(const Sizes& sizes, Address x, Address dy, int code, Addres
     const int64_t group = thread % split.samples;
     const Range samples = part(g.samples, split.samples, group);
     const Range lines = part(g.lines, split.lines, thread / split.samples);
-    Workspace space(g, nonzeros, divide_up(g.lines, split.lines), arena);
+    Workspace space(g, nonzeros, g.lines, split, arena);
     for (space.blocks.begin(lines.begin, lines.end); space.blocks.next();) {
       const int64_t entries = space.blocks.entries();
       std::fill(space.sums, space.sums + entries, 0.f);

@@ -92,7 +92,7 @@ def test_two_rows_of_a_narrow_map_share_a_vector(name):
 
     def scratch(width):
         sizes = (1, CHANNELS, lanes, width, 8, lanes, width, 3, 3, 1, 1, 1, 1, 1, 1)
-        return compiled.sparse_convolve_scratch(sizes, False, 100, 1)
+        return compiled.sparse_convolve_scratch(sizes, False, sizes[4], 100, 1)
 
     column = CHANNELS * lanes * torch.float32.itemsize
     assert scratch(lanes) - scratch(lanes // 2) > 0.9 * column * (lanes - lanes // 2)

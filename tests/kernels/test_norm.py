@@ -6,7 +6,13 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoestring.errors import ShoestringError
-from shoestring.kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold, batch_norm_statistics
+from shoestring.kernels.norm import (
+    batch_norm_apply,
+    batch_norm_backward,
+    batch_norm_fold,
+    batch_norm_learn,
+    batch_norm_statistics,
+)
 from shoestring.kernels.references import norm as reference_norm
 
 SHAPES = [(3, 5, 7, 9), (2, 8, 4, 4), (6, 13, 1, 1), (9, 16), (4, 3, 33), (1, 20, 16, 16), (2, 3, 4, 5, 6)]
@@ -51,6 +57,27 @@ def assert_close(got, wanted, tolerance):
     for a, b in zip(got, wanted, strict=True):
         scale = b.abs().max().clamp(min=1e-3)
         assert ((a.double() - b.double()).abs().max() / scale) < tolerance
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.5, 0.9, 1.0, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_running_statistics_are_learned_as_in_pytorch(dtype, momentum):
+    x, running = make_map((3, 13, 6, 7)), [torch.linspace(-1, 1, 13).to(dtype), torch.linspace(1, 2, 13).to(dtype)]
+    wanted = [each.double() for each in running]
+    F.batch_norm(x.double(), *wanted, training=True, momentum=momentum, eps=EPS)
+    mean, variance = batch_norm_statistics(x)
+    invstd = batch_norm_learn(mean, variance, *running, momentum, EPS, 3 * 6 * 7)
+    assert_close([invstd], [(variance.double() + EPS).rsqrt()], 1e-6)
+    assert_close(running, wanted, 4 * torch.finfo(dtype).eps + 1e-6)
+    assert all(each.dtype == dtype for each in running)
+
+
+def test_running_statistics_may_be_missing_or_anywhere():
+    mean, variance = batch_norm_statistics(make_map((3, 13, 6, 7)))
+    spread, dense = torch.ones(2, 26)[:, ::2], torch.ones(2, 13)
+    results = [batch_norm_learn(mean, variance, *running, 0.1, EPS, 126) for running in ((None, None), spread, dense)]
+    assert torch.equal(results[0], results[2]) and torch.allclose(results[1], results[2])
+    assert torch.allclose(spread, dense) and not torch.equal(dense, torch.ones(2, 13))
 
 
 @pytest.mark.parametrize("relu", [False, True])
@@ -110,6 +137,29 @@ def test_the_gradient_can_be_written_over_the_output_gradient(layout):
     in_place = ours(x, gamma, beta, True, mine, add=add, out=mine)
     assert in_place[1] is mine
     assert all(torch.equal(a, b) for a, b in zip(separate, in_place, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(5, 13, 6, 7), (1, 13, 6, 7), (3, 13, 40)])
+def test_the_gradient_of_some_channels_can_be_written_over_them(shape, dtype, threads):
+    """As if these channels were a map of their own; the others are not touched."""
+    x, few = make_map(shape, torch.contiguous_format, dtype), slice(4, 9)
+    grad_y = make_map((shape[0], 5, *shape[2:]), torch.contiguous_format, dtype, seed=1)
+    gamma, beta = make_parameters(5)
+    mean, variance = batch_norm_statistics(x[:, few].contiguous())
+    call = mean, (variance + EPS).rsqrt(), gamma.to(mean), beta.to(mean), True
+    wanted = batch_norm_backward(grad_y, x[:, few].contiguous(), *call)
+    whole = x.clone()
+    part = whole[:, few]
+    got = batch_norm_backward(grad_y, part, *call, out=part)
+    assert all(map(torch.equal, got, wanted))
+    assert torch.equal(whole[:, :4], x[:, :4]) and torch.equal(whole[:, 9:], x[:, 9:])
+
+
+def test_other_gaps_are_not_written_into():
+    x, grad_y = torch.randn(2, 3, 4, 8)[..., ::2], torch.randn(2, 3, 4, 4)
+    with pytest.raises(ShoestringError, match="with gaps"):
+        batch_norm_backward(grad_y, x, *torch.ones(2, 3), out=x)
 
 
 def test_a_map_is_made_in_place():

@@ -58,7 +58,12 @@ def check(x, values, index, out, geometry, scale=None, shift=None):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     size = list(x.shape)
     dx = sparse_conv2d_input_gradient(dy, values, index, size, *geometry)
-    close(dx, reference_sparse.conv2d_input_gradient(wide(dy), wide(values), index, size, *geometry), dtype)
+    whole = (0, x.shape[1])
+    close(dx, reference_sparse.conv2d_input_gradient(wide(dy), wide(values), index, size, *geometry, *whole), dtype)
+    for first in range(x.shape[1])[:: max(1, x.shape[1] // 3)]:  # a few channels at a time have the same bits
+        some = first, min(x.shape[1], first + 3)
+        part = sparse_conv2d_input_gradient(dy, values, index, size, *geometry, channels=some)
+        assert torch.equal(part, dx[:, slice(*some)])
     expected = torch.zeros_like(wide(values))
     reference_sparse.conv2d_weight_gradient(expected, wide(x), wide(dy), index, *geometry, *wide_coefficients, False)
     gradient = torch.empty_like(values)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoestring
-from shoestring.passes.functions import lean_relu
+from shoestring.passes import owned as owned_module
+from shoestring.passes.functions import lean_relu, lean_relu_in_place
 from shoestring.passes.owned import told_if_owned, usual_references
 from shoestring.profiling.dry import dry_run
 
@@ -154,3 +155,25 @@ def test_relu_reuses_an_owned_gradient_and_leaves_a_shared_one_alone():
     (y * y).sum().backward()
     torch.testing.assert_close(seen[0], 2 * y.detach())
     torch.testing.assert_close(x.grad, 2 * y.detach())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("of_gradient", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_map", [torch.contiguous_format, torch.channels_last])
+def test_a_relu_passes_the_same_gradient_in_every_layout(of_map, of_gradient, in_place):
+    torch.manual_seed(0)
+    leaf = torch.randn(3, 5, 7, 9).contiguous(memory_format=of_map).requires_grad_()
+    grad = torch.randn(3, 5, 7, 9).contiguous(memory_format=of_gradient)
+    kept = grad.clone()
+    y = (lean_relu_in_place if in_place else lean_relu)(leaf * 1)
+    assert y.is_contiguous(memory_format=of_map)
+    y.backward(grad)
+    assert torch.equal(leaf.grad, torch.where(leaf > 0, kept, 0)) and torch.equal(grad, kept)
+
+
+def test_where_pytorch_does_not_tell_its_references_nothing_is_owned(monkeypatch):
+    monkeypatch.setattr(owned_module, "_references", lambda tensor: None)
+    monkeypatch.setattr(owned_module, "_lone_references", lambda: None)
+    monkeypatch.setattr(owned_module, "usual_references", lambda: None)
+    assert not owned_module.is_owned(torch.ones(1))
+    assert owned(lambda x: Asking.apply(x).mul(2).sum().backward()) == [False]

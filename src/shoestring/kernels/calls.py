@@ -50,6 +50,11 @@ def dense(x: Tensor, form: torch.memory_format | None = None) -> Tensor:
     return x.contiguous(memory_format=layout(x) if form is None else form)
 
 
+def in_memory_order(x: Tensor, form: torch.memory_format) -> Tensor:
+    """A map in the layout `form` -> a view of it that is contiguous."""
+    return x if form == torch.contiguous_format else x.movedim(1, -1)
+
+
 def require_same(what: str, x: Tensor, **others: Tensor | None) -> None:
     """Refuses tensors whose shape or dtype differs from x's."""
     for name, other in others.items():

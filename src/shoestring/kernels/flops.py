@@ -72,8 +72,8 @@ def _(x: tuple, values: tuple, *args: Any, out_shape: Any = None, **kwargs: Any)
 
 
 @_formula(ours.sparse_conv2d_input_gradient)
-def _(y: tuple, values: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return _convolution(y, prod(values))
+def _(y: tuple, values: tuple, index: Any, size: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return _convolution(y, prod(values)) * out_shape[1] // size[1]  # of some channels
 
 
 @_formula(ours.sparse_conv2d_weight_gradient)

@@ -4,7 +4,7 @@ A map is [N, C, ...], contiguous or channels_last, in FP32, FP16 or BF16; arithm
 FP32, sums over the map FP64. FP64 maps run the reference. Of the maps, the backward pass needs the input alone:
 
     mean, variance = batch_norm_statistics(x)
-    invstd = (variance + eps).rsqrt()
+    invstd = batch_norm_learn(mean, variance, running_mean, running_var, momentum, eps, count)
     y = batch_norm_apply(x, *batch_norm_fold(mean, invstd, gamma, beta), relu=True)
     grad_x, grad_gamma, grad_beta = batch_norm_backward(grad_y, x, mean, invstd, gamma, beta, relu=True)
 """
@@ -34,6 +34,13 @@ def _sizes(x: Tensor) -> tuple[int, int, int, bool]:
     return x.shape[0], x.shape[1], pixels, pixels > 1 and planar(x)
 
 
+def _gap(x: Tensor) -> int:
+    """Values between two samples of some channels of a larger planar map; 0 if x has no gaps, or others."""
+    own = math.prod(x.shape[1:])
+    is_slice = x.shape[0] > 1 and x.dim() > 2 and x.stride(0) > own and x[0].is_contiguous()
+    return x.stride(0) - own if is_slice else 0
+
+
 def _floats(x: Tensor, count: int) -> Tensor:
     return x.new_empty(count, dtype=torch.float32)
 
@@ -47,6 +54,17 @@ def _statistics(launch: Launch, x: Tensor) -> tuple[Tensor, Tensor]:
     mean, variance, totals = _floats(x, x.shape[1]), _floats(x, x.shape[1]), _totals(x)
     launch(core.batch_norm_statistics, x, code(x), *_sizes(x), mean, variance, totals, threads())
     return mean, variance
+
+
+def _learn(
+    launch: Launch, mean: Tensor, variance: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+    momentum: float, eps: float, count: int,
+) -> Tensor:  # fmt: skip
+    invstd, unbiased = torch.empty_like(variance), count / max(1, count - 1)
+    storage = 0 if running_mean is None else code(running_mean)
+    read = (mean, variance, mean.numel(), momentum, eps, unbiased)
+    launch(core.batch_norm_learn, *read, running_mean, running_var, storage, invstd)
+    return invstd
 
 
 def _fold(
@@ -67,12 +85,12 @@ def _backward(
     launch: Launch, out: Tensor, grad_y: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None,
     beta: Tensor | None, relu: bool, add: Tensor | None, sums: Tensor | None, count: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    form = layout(out)
-    grad_y, x, add = dense(grad_y, form), dense(x, form), add if add is None else dense(add, form)
+    form, gap = layout(out), _gap(out)
+    grad_y, x, add = dense(grad_y, form), out if gap else dense(x, form), add if add is None else dense(add, form)
     mean, invstd, gamma, beta = (float32(v) for v in (mean, invstd, gamma, beta))
     channels = x.shape[1]
     grad_gamma, grad_beta, coefficients = _floats(x, channels), _floats(x, channels), _floats(x, 4 * channels)
-    read = (grad_y, x, code(x), *_sizes(x), mean, invstd, gamma, beta, relu, add, float32(sums), count)
+    read = (grad_y, x, code(x), *_sizes(x), gap, mean, invstd, gamma, beta, relu, add, float32(sums), count)
     written = (out, grad_gamma, grad_beta, coefficients, _totals(x))
     launch(core.batch_norm_backward, *read, *written, threads())
     return grad_gamma, grad_beta
@@ -80,6 +98,11 @@ def _backward(
 
 _statistics_op = define(
     "batch_norm_statistics(Tensor x) -> (Tensor, Tensor)", **forms(_statistics, reference_norm.statistics)
+)
+_learn_op = define(
+    "batch_norm_learn(Tensor mean, Tensor variance, Tensor(a!)? running_mean, Tensor(b!)? running_var, float momentum, "
+    "float eps, int count) -> Tensor",
+    **forms(_learn, reference_norm.learn),
 )
 _fold_op = define(
     "batch_norm_fold(Tensor mean, Tensor invstd, Tensor? gamma, Tensor? beta) -> (Tensor, Tensor)",
@@ -116,6 +139,22 @@ def batch_norm_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
             "use a larger (micro)batch, or evaluation mode"
         )
     return _statistics_op(x)
+
+
+def batch_norm_learn(
+    mean: Tensor,
+    variance: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+) -> Tensor:
+    """Statistics of `count` values per channel -> 1 / std; running ones, if given, take in their share of the new."""
+    running = [each for each in (running_mean, running_var) if each is not None]
+    if len({each.dtype for each in running}) > 1 or not all(each.is_contiguous() for each in running):
+        return reference_norm.learn(mean, variance, running_mean, running_var, momentum, eps, count)
+    return _learn_op(mean, variance, running_mean, running_var, momentum, eps, count)
 
 
 def batch_norm_fold(
@@ -156,7 +195,8 @@ def batch_norm_backward(
 
     grad_x = scale (dz - mean(dz) - n mean(dz n)) + add, with n = (x - mean) invstd and dz = grad_y where the
     ReLU's input (x scale + shift, computed again) was above zero. `add` is another gradient of x, such as the
-    skip connection's. `out` may be grad_y or add: the gradient is then written in its place. Of some samples of
+    skip connection's. `out` may be grad_y, x or add: the gradient is then written in its place, and as x it may be some
+    channels of a larger map. Of some samples of
     a batch, `sums` are the gradients of gamma and beta over the whole of it, `count` values of each channel.
     """
     _check(x, mean, invstd, gamma, beta)
@@ -167,6 +207,7 @@ def batch_norm_backward(
         )
     require_same("batch_norm_backward", x, grad_y=grad_y, add=add, out=out)
     out = torch.empty_like(x, memory_format=layout(x)) if out is None else out
-    require_in_place("batch_norm_backward", out)
+    if out is not x or add is not None or not _gap(x):
+        require_in_place("batch_norm_backward", out)
     grad_gamma, grad_beta = _backward_op(out, grad_y, x, mean, invstd, gamma, beta, relu, add, sums, count)
     return out, grad_gamma, grad_beta

@@ -24,7 +24,7 @@ Geometry = tuple[Sizes, Sizes, Sizes, Sizes]  # kernel, stride, padding, dilatio
 
 class _Call(NamedTuple):
     """All that follows from the sizes of a call: the output's size, the sizes in the order of csrc/sparse_geometry.h,
-    and the bytes of scratch of the convolution, of its input gradient and of its weight gradient."""
+    and the bytes of scratch of the convolution, of the input gradient of some channels and of the weight gradient."""
 
     output_size: Sizes
     sizes: Sizes
@@ -32,13 +32,13 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # a step makes the same calls many times
-def _call(input_size: Sizes, out_channels: int, geometry: Geometry, count: int, threads: int) -> _Call:
-    """The call of a weight of `count` nonzeros."""
+def _call(input_size: Sizes, out_channels: int, geometry: Geometry, count: int, channels: int, threads: int) -> _Call:
+    """The call of a weight of `count` nonzeros, or of so many `channels` of its input gradient."""
     output_size = input_size[0], out_channels, *_output_size(input_size[2:], *geometry)
     sizes = *input_size, *output_size[1:], *(number for pair in geometry for number in pair)
     scratch = (
-        core.sparse_convolve_scratch(sizes, False, count, threads),
-        core.sparse_convolve_scratch(sizes, True, count, threads),
+        core.sparse_convolve_scratch(sizes, False, out_channels, count, threads),
+        core.sparse_convolve_scratch(sizes, True, channels, count, threads),
         core.sparse_weight_gradient_scratch(sizes, count, threads),
     )
     require_countable("convolution", scratch, (out_channels, input_size[1], *geometry[0]), input_size)
@@ -61,21 +61,22 @@ def _forward(
     call = _call_of(x.shape, out_channels, (kernel, stride, padding, dilation), values)
     x, y, scratch = x.contiguous(), x.new_empty(call.output_size), _scratch(x, call.scratch[0])
     launch(
-        core.sparse_convolve, call.sizes, False, x, code(x), *_nonzeros(values, index), float32(scale), float32(shift),
-        float32(bias), y, scratch, threads(),
+        core.sparse_convolve, call.sizes, False, 0, out_channels, x, code(x), *_nonzeros(values, index), float32(scale),
+        float32(shift), float32(bias), y, scratch, threads(),
     )  # fmt: skip
     return y
 
 
 def _input_gradient(
     launch: Launch, dy: Tensor, values: Tensor, index: Tensor, input_size: Any, kernel: Any, stride: Any, padding: Any,
-    dilation: Any,
+    dilation: Any, first: int, last: int,
 ) -> Tensor:  # fmt: skip
-    call = _call_of(input_size, dy.shape[1], (kernel, stride, padding, dilation), values)
-    dy, dx, scratch = dy.contiguous(), dy.new_empty(input_size), _scratch(dy, call.scratch[1])
+    call = _call_of(input_size, dy.shape[1], (kernel, stride, padding, dilation), values, last - first)
+    samples, _, *pixels = input_size
+    dy, dx, scratch = dy.contiguous(), dy.new_empty([samples, last - first, *pixels]), _scratch(dy, call.scratch[1])
     launch(
-        core.sparse_convolve, call.sizes, True, dy, code(dy), *_nonzeros(values, index), None, None, None, dx, scratch,
-        threads(),
+        core.sparse_convolve, call.sizes, True, first, last - first, dy, code(dy), *_nonzeros(values, index),
+        None, None, None, dx, scratch, threads(),
     )  # fmt: skip
     return dx
 
@@ -92,9 +93,12 @@ def _weight_gradient(
     )  # fmt: skip
 
 
-def _call_of(input_size: Any, out_channels: int, geometry: tuple[Any, ...], values: Tensor) -> _Call:
+def _call_of(
+    input_size: Any, out_channels: int, geometry: tuple[Any, ...], values: Tensor, channels: int | None = None
+) -> _Call:
     kernel, stride, padding, dilation = map(tuple, geometry)
-    return _call(tuple(input_size), out_channels, (kernel, stride, padding, dilation), values.numel(), threads())
+    shape, count = (kernel, stride, padding, dilation), values.numel()
+    return _call(tuple(input_size), out_channels, shape, count, channels or input_size[1], threads())
 
 
 def _nonzeros(values: Tensor, index: Tensor) -> tuple[Any, ...]:
@@ -112,7 +116,8 @@ _forward_op = define(
     **forms(_forward, reference.conv2d),
 )
 _input_gradient_op = define(
-    f"sparse_conv2d_input_gradient(Tensor dy, Tensor values, Tensor index, int[] input_size, {_GEOMETRY}) -> Tensor",
+    f"sparse_conv2d_input_gradient(Tensor dy, Tensor values, Tensor index, int[] input_size, {_GEOMETRY}, "
+    "int first, int last) -> Tensor",
     **forms(_input_gradient, reference.conv2d_input_gradient),
 )
 _weight_gradient_op = define(
@@ -151,12 +156,17 @@ def sparse_conv2d_input_gradient(
     stride: Any = 1,
     padding: Any = 0,
     dilation: Any = 1,
+    channels: tuple[int, int] | None = None,
 ) -> Tensor:
-    """The gradient of y -> that of what the convolution read: x, or relu(x scale + shift)."""
+    """The gradient of y -> that of what the convolution read: x, or relu(x scale + shift); or of the `channels` from a
+    first to before a last, which have the same bits."""
     geometry = _geometry(kernel, stride, padding, dilation)
     _check(input_size, values, index, dy.shape[1], geometry, None, None)
     _check_gradient(dy.shape, tuple(input_size), geometry)
-    return _input_gradient_op(dy, values, index, input_size, *geometry)
+    first, last = channels or (0, input_size[1])
+    if not 0 <= first < last <= input_size[1]:
+        raise ShoestringError(f"there are no channels {first} to {last} of {input_size[1]}")
+    return _input_gradient_op(dy, values, index, input_size, *geometry, first, last)
 
 
 def sparse_conv2d_weight_gradient(

@@ -263,7 +263,7 @@ class DynamicConvTransformer(nn.Module):
 
     sparse_layers = ("XavierLinear", "ScoreLinear", "TokenEmbedding")  # all but the projections that make kernels
 
-    def __init__(self, settings: Settings = Settings()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, settings: Settings = Settings()) -> None:
         super().__init__()
         positions = Positions(settings.most_positions, settings.width)
         self.encoder = Encoder(settings, positions)

@@ -23,9 +23,15 @@ class Slot(NamedTuple):
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
-    """A block -> where its buffers are, except those of batch norms: the lean mode sees to it that they change once."""
+    """A block -> where its buffers are, except constant ones, and those of batch norms: the lean mode sees to it that
+    they change once."""
     inside = (part for part in module.modules() if not isinstance(part, nn.modules.batchnorm._BatchNorm))
-    return [Slot(part._buffers, name) for part in inside for name in part._buffers]
+    return [Slot(part._buffers, name) for part in inside for name in part._buffers if name not in constant(part)]
+
+
+def constant(module: nn.Module) -> Sequence[str]:
+    """The buffers that no step changes, as the module says."""
+    return getattr(module, "constant_buffers", ())
 
 
 class Buffers:

@@ -13,9 +13,10 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import ShoestringError
 from ..kernels.bitmask import pack_bits, positive_bits, unpack_bits, where_bits
+from ..kernels.calls import in_memory_order, layout
 from ..kernels.norm import batch_norm_apply, batch_norm_backward, batch_norm_fold
 from ..kernels.windows import Window, window_indices, window_places
-from .owned import told_if_owned
+from .owned import is_owned, told_if_owned
 from .saved_tensors import SECOND_BACKWARD, OneUse, Stored, StoredInput, is_lossy, samples_at_a_time, store
 
 
@@ -47,6 +48,14 @@ class Product(Protocol):
     def weight_gradient(self, grad: Tensor, x: Tensor, prologue: tuple[Tensor, Tensor] | None) -> Tensor: ...
 
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor: ...
+
+    def channels_at_a_time(self, x: Tensor) -> int:
+        """Of how many channels of x to make the gradient at once where that saves memory."""
+        ...
+
+    def channels_gradient(self, grad: Tensor, shape: torch.Size, first: int, last: int) -> Tensor:
+        """The input's gradient for these channels, if `channels_at_a_time` are not all."""
+        ...
 
     def bias_gradient(self, grad: Tensor) -> Tensor: ...
 
@@ -125,11 +134,32 @@ class NormReluProduct(torch.autograd.Function):
         if shared is None or shared.is_last:
             weight = product.weight_gradient(grad, x, batch_norm_fold(mean, invstd, gamma, beta))
             bias = product.bias_gradient(grad) if ctx.needs_input_grad[4] else None
-        between = product.input_gradient(grad, x.shape)
-        if ctx.mask is not None:
-            _where(ctx.mask, between)
-        gradients = _norm_gradients(ctx.statistics, between, x, gamma, beta, ctx.mask is None, between)
+        few = product.channels_at_a_time(x)
+        if few < x.shape[1] and shared is None and ctx.mask is None and x.is_contiguous() and is_owned(x):
+            gradients = _over_input(product, grad, x, ctx.statistics, gamma, beta, few)
+        else:
+            between = product.input_gradient(grad, x.shape)
+            if ctx.mask is not None:
+                _where(ctx.mask, between)
+            gradients = _norm_gradients(ctx.statistics, between, x, gamma, beta, ctx.mask is None, between)
         return *wanted(ctx, gradients), weight, bias, None, None, None
+
+
+def _over_input(
+    product: Product, grad: Tensor, x: Tensor, statistics: Statistics, gamma: Any, beta: Any, few: int
+) -> tuple[Tensor, ...]:
+    """The gradients of x, gamma and beta of product(relu(norm(x))), that of x written over x, a few channels at a time:
+    a channel of x is read for its own gradient only, so the map between norm and product never exists whole."""
+    ends = []
+    for first in range(0, x.shape[1], few):
+        last = min(first + few, x.shape[1])
+        between = product.channels_gradient(grad, x.shape, first, last)
+        mean, invstd = statistics.mean[first:last], statistics.invstd[first:last]
+        scale, offset = (each if each is None else each[first:last] for each in (gamma, beta))
+        part = x[:, first:last]
+        ends.append(batch_norm_backward(between, part, mean, invstd, scale, offset, relu=True, out=part)[1:])
+        del between  # before the next is made
+    return x, *(torch.cat(parts) for parts in zip(*ends, strict=True))
 
 
 class LeanNorm(torch.autograd.Function):
@@ -171,18 +201,21 @@ class LeanRelu(torch.autograd.Function):
     """relu(x): saves one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, x: Tensor, kept: Any, form: torch.memory_format) -> Tensor:
+        ctx.kept, ctx.form = kept, form
         return x.clamp_min(0)
 
     @staticmethod
     @told_if_owned
     def backward(ctx: Any, grad: Tensor, owned: bool) -> Any:
-        if not grad.is_contiguous():
-            return _where(_take(ctx), grad if owned else grad.clone()), None
+        form = ctx.form
+        if not grad.is_contiguous(memory_format=form):
+            if form == torch.contiguous_format:
+                return _where(_take(ctx), grad if owned else grad.clone()), None, None
+            grad, owned = grad.contiguous(memory_format=form), True
         x = grad if owned else torch.empty_like(grad)
-        where_bits(x, grad, _take(ctx))
-        return x, None
+        where_bits(in_memory_order(x, form), in_memory_order(grad, form), _take(ctx))
+        return x, None, None
 
 
 def _where(bits: Tensor, grad: Tensor) -> Tensor:
@@ -205,8 +238,8 @@ class LeanReluInPlace(torch.autograd.Function):
     """relu_(x): saves one bit per element."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kept: Any) -> Tensor:
-        ctx.kept = kept
+    def forward(ctx: Any, x: Tensor, kept: Any, form: torch.memory_format) -> Tensor:
+        ctx.kept, ctx.form = kept, form
         ctx.mark_dirty(x)
         return x.clamp_min_(0)
 
@@ -270,17 +303,17 @@ def lean_norm(x: Tensor, gamma: Any, beta: Any, statistics: Statistics, relu: bo
 
 def lean_relu(x: Tensor) -> Tensor:
     """ReLU with a 1-bit mask; as in PyTorch, the gradient passes where x is NaN."""
-    return LeanRelu.apply(x, _passing(x))
+    return LeanRelu.apply(x, _passing(x), layout(x))
 
 
 def lean_relu_in_place(x: Tensor) -> Tensor:
     """In-place ReLU with a 1-bit mask."""
-    return LeanReluInPlace.apply(x, _passing(x))
+    return LeanReluInPlace.apply(x, _passing(x), layout(x))
 
 
 def _passing(x: Tensor) -> Stored:
-    """Where ReLU lets a gradient pass, one bit per element."""
-    return store(positive_bits(x))
+    """Where ReLU lets a gradient pass, one bit per element, in the order of memory."""
+    return store(positive_bits(in_memory_order(x, layout(x))))
 
 
 def lean_max_pool(x: Tensor, window: Window) -> Tensor:

@@ -17,7 +17,13 @@ PIECE_BYTES = 4 << 20  # PyTorch's input gradient of a strided convolution takes
 
 
 class Layer:
-    """A layer whose weight's gradient reads all of its input."""
+    """A layer whose weight's gradient reads all of its input, and whose input's gradient is made at once."""
+
+    def channels_at_a_time(self, x: Tensor) -> int:
+        return x.shape[1]
+
+    def channels_gradient(self, grad: Tensor, shape: torch.Size, first: int, last: int) -> Tensor:
+        raise AssertionError("all channels are made at once")
 
     def read(self, x: Tensor) -> Tensor:
         return x

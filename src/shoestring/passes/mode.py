@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from ..ambient import Ambient
-from ..kernels.norm import batch_norm_statistics
+from ..kernels.norm import batch_norm_learn, batch_norm_statistics
 from ..ledger import Phase
 from ..phases import current_phase
 from ..task import Task
@@ -237,10 +237,12 @@ class LeanMode(TorchFunctionMode):
         with torch.no_grad():
             x = call["input"]
             mean, variance = batch_norm_statistics(x)
-            statistics = Statistics(mean, (variance + call["eps"]).rsqrt())
+            running = [None if recomputing else call[name] for name in ("running_mean", "running_var")]
+            count = x.numel() // x.shape[1]
+            invstd = batch_norm_learn(mean, variance, running[0], running[1], call["momentum"], call["eps"], count)
+            statistics = Statistics(mean, invstd)
             if not recomputing:
                 self.statistics.setdefault(key, []).append(statistics)
-                update_running(call, mean, variance, x.numel() // x.shape[1])
         return statistics
 
     def _identity(self, call: dict) -> int:
@@ -332,15 +334,6 @@ class LeanMode(TorchFunctionMode):
 
     def _widened(self, func: Any, args: tuple, kwargs: dict) -> Any:
         return widened(func, args, kwargs)
-
-
-def update_running(call: dict, mean: Tensor, variance: Tensor, count: int) -> None:
-    """running = (1 - momentum) running + momentum new, with the unbiased variance, as PyTorch does."""
-    if call["running_mean"] is not None:
-        momentum = call["momentum"]
-        call["running_mean"].lerp_(mean.to(call["running_mean"].dtype), momentum)
-        unbiased = variance * (count / max(1, count - 1))
-        call["running_var"].lerp_(unbiased.to(call["running_var"].dtype), momentum)
 
 
 def _first_tensor(args: tuple, kwargs: dict) -> Tensor | None:

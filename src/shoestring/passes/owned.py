@@ -32,7 +32,29 @@ Backward = Callable[[Any, Tensor, Any], Any]
 
 def told_if_owned(backward: Backward) -> Any:
     """`backward(ctx, grad, owned)` -> the backward of a function with one output; `owned`: it may write into `grad`."""
-    return _counted(lambda ctx, grad, found: backward(ctx, grad, found == usual_references() and _is_dense(grad)))
+    return _counted(lambda ctx, grad, found: backward(ctx, grad, _are(found, usual_references()) and _is_dense(grad)))
+
+
+def is_owned(tensor: Tensor) -> bool:
+    """Whether the variable that a caller passes is the only reference to a tensor and to its values."""
+    return _are(_references(tensor), _lone_references())
+
+
+@cache
+def _lone_references() -> References | None:
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        lone = torch.empty(1)
+        return _told(lone)
+
+
+def _told(tensor: Tensor) -> References | None:
+    """The references to a caller's variable, by the same calls as in `is_owned`."""
+    return _references(tensor)
+
+
+def _are(found: References | None, wanted: References | None) -> bool:
+    """Whether references are known, and these."""
+    return found is not None and found == wanted
 
 
 def _counted(backward: Backward) -> Any:

@@ -7,23 +7,20 @@ one gives the result. Of the whole batch, only the block's input and output exis
 gradient, over which the input's is written.
 """
 
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ..ambient import Ambient
 from ..errors import ShoestringError
 from ..kernels.calls import layout
-from ..kernels.norm import batch_norm_backward, batch_norm_statistics
+from ..kernels.norm import batch_norm_backward, batch_norm_learn, batch_norm_statistics
 from ..ledger import Phase
 from ..phases import phase
 from ..profiling.profile import nodes_of
@@ -31,7 +28,8 @@ from ..user_hooks import hooked_modules
 from .buffers import Slot
 from .checksums import is_traced
 from .functions import LeanProduct, Statistics
-from .mode import LeanMode, update_running
+from .mode import LeanMode
+from .owned import told_if_owned
 from .saved_tensors import SECOND_BACKWARD, AsIs, OneUse, Stored, store, storing
 from .states import State
 
@@ -91,8 +89,8 @@ class SharedNorm:
         with torch.no_grad():
             call, self._call = self._call, {}
             mean, variance = (each.to(call["dtype"]) for each in (self._mean, self._squares / self.count))
-            self.known = mean, (variance + call["eps"]).rsqrt()
-            update_running(call, mean, variance, self.count)
+            running = call["running_mean"], call["running_var"]
+            self.known = mean, batch_norm_learn(mean, variance, *running, call["momentum"], call["eps"], self.count)
             self._mean = self._squares = torch.empty(0)
 
     def backward(self, grad: Tensor, x: Tensor, gamma: Any, beta: Any, relu: bool, out: Tensor | None) -> tuple:
@@ -355,49 +353,16 @@ class Swept(torch.autograd.Function):
         return block.forward_sweeps(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @told_if_owned
+    def backward(ctx: Any, grad: Tensor, owned: bool) -> Any:
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise ShoestringError(SECOND_BACKWARD)
         block, source = kept
         del kept
-        is_alone = _holders(grad, sys.getrefcount(grad)) == _alone()
-        out = grad if is_alone and (grad.shape, grad.dtype) == (block.shape, block.dtype) else None
+        out = grad if owned and (grad.shape, grad.dtype) == (block.shape, block.dtype) else None
         dx, gradients = block.backward_sweeps(source, grad, out)
         return dx, None, None, *gradients
-
-
-Holders = tuple[int, int, int]
-
-
-def _holders(gradient: Tensor, references: int) -> Holders:
-    """How many hold a gradient that autograd has passed to a function: its tensor, its storage, its Python object."""
-    storage = torch._C._storage_Use_Count(gradient.untyped_storage()._cdata)
-    return gradient._use_count(), storage, references  # type: ignore[attr-defined]
-
-
-@cache
-def _alone() -> Holders:
-    """The same for a gradient that nobody else has: it may be written over."""
-    with _disable_current_modes(), torch.enable_grad():
-        found: list[Holders] = []
-        first = _Probe.apply(torch.zeros(1, requires_grad=True), found)
-        _Probe.apply(first, found).sum().backward()
-        return found[-1]
-
-
-class _Probe(torch.autograd.Function):
-    """Looks at the gradient that it gets."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, found: list[Holders]) -> Tensor:
-        ctx.found = found
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.found.append(_holders(grad, sys.getrefcount(grad)))
-        return grad.clone(), None
 
 
 def refuse_hooks(name: str, module: nn.Module) -> None:

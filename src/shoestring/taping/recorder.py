@@ -171,6 +171,7 @@ class _Recorder(TorchDispatchMode):
             self.constants[number] = weakref.ref(tensor)
             return number
         base = inside[2]
+        self.only_added_to &= base not in self.sums  # a view of a gradient reads it
         number = self._new(tensor, bool(self.depends[base]))
         view = (None, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
         self.heads.append(self._head(torch.ops.aten.as_strided.default, (tensor, *view[1:]), {}, (0,), 1))

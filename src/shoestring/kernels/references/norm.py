@@ -22,6 +22,22 @@ def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
+def learn(
+    mean: Tensor,
+    variance: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float,
+    eps: float,
+    count: int,
+) -> Tensor:
+    """-> 1 / std; running = (1 - momentum) running + momentum new, with the unbiased variance, as PyTorch does."""
+    if running_mean is not None and running_var is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_((variance * (count / max(1, count - 1))).to(running_var.dtype), momentum)
+    return (variance + eps).rsqrt()
+
+
 def fold(mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None) -> tuple[Tensor, Tensor]:
     """Statistics and parameters -> scale, shift such that batch norm is x scale + shift."""
     scale = invstd.clone() if gamma is None else gamma * invstd

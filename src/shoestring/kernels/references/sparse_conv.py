@@ -67,11 +67,11 @@ def conv2d(
 
 def conv2d_input_gradient(
     dy: Tensor, values: Tensor, index: Tensor, input_size: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], first: int, last: int,
 ) -> Tensor:  # fmt: skip
-    weight = densify(_wide(values), index, [dy.shape[1], input_size[1], *kernel])
-    gradient = conv2d_input(input_size, weight, _wide(dy), stride, padding, dilation)
-    return gradient.to(dy.dtype)
+    weight = densify(_wide(values), index, [dy.shape[1], input_size[1], *kernel])[:, first:last]
+    size = [input_size[0], last - first, *input_size[2:]]
+    return conv2d_input(size, weight, _wide(dy), stride, padding, dilation).to(dy.dtype)
 
 
 def conv2d_weight_gradient(

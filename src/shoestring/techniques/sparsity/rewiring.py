@@ -77,7 +77,7 @@ class Rewiring:
         self,
         method: str = "dsr",
         fraction: float = 0.01377866,
-        schedule: Schedule = Schedule(),  # noqa: B008 (frozen)
+        schedule: Schedule = Schedule(),
         length: int = 100_000,
         threshold: float = 0.001,
         seed: int = 0,
