@@ -133,8 +133,8 @@ def smaller_gradient(module, gradient, output_gradient):
     return tuple(None if g is None else g * 0.5 for g in gradient)
 
 
-def scaled(module, args):
-    return args[0] * 0.9, *args[1:]
+def scaled(module, args, kwargs):
+    return tuple(x * 0.9 for x in args), {name: x * 0.9 for name, x in kwargs.items()}
 
 
 def each_layer(model: nn.Module) -> list[nn.Module]:
@@ -146,7 +146,7 @@ WATCHES: dict[str, Callable[[nn.Module], Any]] = {
     "hooks that read": lambda model: [m.register_forward_hook(note) for m in each_layer(model)[::2]],
     "hooks that change": lambda model: [m.register_forward_hook(smaller) for m in each_layer(model)[1::3]],
     "a hook on a block": lambda model: model.blocks[0].register_forward_hook(smaller),
-    "a hook before a block": lambda model: model.blocks[-1].register_forward_pre_hook(scaled),
+    "a hook before a block": lambda model: model.blocks[-1].register_forward_pre_hook(scaled, with_kwargs=True),
     "hooks of gradients": lambda model: model.blocks[-1].register_full_backward_hook(smaller_gradient),
 }
 

@@ -304,3 +304,17 @@ def test_a_region_whose_input_comes_back_rounded_is_not_called_random():
     x = torch.linspace(1, 2, 24).requires_grad_()
     Region("region", store_input=Rounded).call(torch.exp, (x * 1,), {}).sum().backward()
     assert torch.allclose(x.grad, x.exp(), rtol=1e-3)
+
+
+def test_a_result_that_is_changed_in_place_before_the_next_call_is_an_input_of_its_own():
+    """An in-place activation between two blocks of one region, which neither of them contains."""
+
+    def run(call):
+        x = leaf() * 2 - 2
+        first = call(lambda x: (x * 3).sin(), (x,), {})
+        return call(lambda x: (x * x).exp(), (first.relu_(),), {}), x
+
+    region = Region("region")
+    (y, x), (wanted, plain) = run(region.call), run(lambda function, args, kwargs: function(*args))
+    (found,), (gradient,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(wanted.sum(), plain)
+    assert torch.equal(y, wanted) and torch.equal(found, gradient)

@@ -103,7 +103,8 @@ class Region:
         self.recomputed: dict[int, Stored] | None = None
         self.cache = ""  # the class of a cache of keys and values among the arguments: transformers' blocks add to it
         self.exact = True  # in a recomputation: whether its inputs are those of the first run
-        self._made: dict[int, tuple[weakref.ref, _Place]] = {}  # a strong reference would keep the tensors alive
+        # What calls returned, and its version then; a strong reference would keep the tensors alive.
+        self._made: dict[int, tuple[weakref.ref, int, _Place]] = {}
 
     # -- the first run ------------------------------------------------------------------------------------------
     def call(self, function: Callable, args: tuple, kwargs: dict, buffers: Sequence[Slot] = ()) -> Any:
@@ -122,7 +123,7 @@ class Region:
             self._check_unchanged(entered)
             for number, leaf in enumerate(leaves_of(output)):
                 if isinstance(leaf, Tensor):
-                    self._made[id(leaf)] = weakref.ref(leaf), _Place(len(self.calls), number)
+                    self._made[id(leaf)] = weakref.ref(leaf), leaf._version, _Place(len(self.calls), number)
         self.calls.append(_Call(function, written, rebuild, state))
         return output
 
@@ -134,9 +135,12 @@ class Region:
             )
 
     def place(self, leaf: Any) -> _Place | None:
-        """Which call of this region returned the tensor, if one did."""
-        made, place = self._made.get(id(leaf), (None, None))
-        return place if made is not None and made() is leaf else None
+        """Which call of this region returned the tensor, if one did and nobody changed it in place since."""
+        if (found := self._made.get(id(leaf))) is None:
+            return None
+        made, version, place = found
+        tensor = made()
+        return place if tensor is not None and tensor is leaf and tensor._version == version else None
 
     def _write_down(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, torch.nn.Parameter):
