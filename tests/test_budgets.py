@@ -15,7 +15,6 @@ from shoestring.errors import NoPlanFits
 from shoestring.ledger import Phase
 from shoestring.measuring import calibrate, heap, measure_heap
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import fullest, needed, object_bytes
 from shoestring.profiling import Profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
@@ -133,15 +132,16 @@ def predicted(model: str, settings: dict) -> Profile:
         ("gpt", {"optimizer": "no-gradient", "activations": "offload"}),
         ("many layers", {}),
         ("a large layer", {}),
+        ("a large layer", {"optimizer": "adafactor+no-gradient"}),  # updated while there is a graph
     ],
     ids=str,
 )
 def test_the_heap_has_no_more_than_the_tensors_and_the_room_for_their_objects(model, settings):
     traced = predicted(model, settings)
     assert (traced.peak.phase == Phase.UPDATE) == (model != "gpt")
-    assert (fullest(traced).nodes == 0) == (model == "a large layer")
+    assert (traced.fullest.nodes == 0) == (model == "a large layer" and not settings)
     peak = measure_heap(f"{__file__}:steps", [model, settings]).peak_bytes
-    assert traced.peak_bytes < peak <= traced.peak_bytes + object_bytes(traced)
+    assert traced.peak_bytes < peak <= traced.needed_bytes
 
 
 @pytest.mark.parametrize("settings", [{}, {"checkpoint": "no-bn"}], ids=str)
@@ -149,7 +149,7 @@ def test_there_is_room_for_the_tape_of_a_pass_while_it_is_written(settings):
     model = "a recorded network"
     traced = predicted(model, settings)
     assert traced.is_recorded
-    assert measure_heap(f"{__file__}:steps", [model, settings]).peak_bytes <= needed(traced)
+    assert measure_heap(f"{__file__}:steps", [model, settings]).peak_bytes <= traced.needed_bytes
 
 
 def test_what_no_plan_fits_is_refused_with_what_fills_it():

@@ -1,8 +1,10 @@
 import json
+import re
 
 import pytest
 import torch
 
+from shoestring import Plan
 from shoestring.ledger import Ledger
 
 WRN = ("profile", "wrn-10-1", "--batch", 4, "--no-calibrate")
@@ -39,6 +41,30 @@ def test_the_page_tells_what_the_json_tells(shoestring):
     page = shoestring(*WRN).out
     assert f"{data['bytes']['total'] / 1e6:.3f}" in page
     assert all(row["module"][-20:] in page for row in data["by_module"][:10] if row["module"])
+
+
+def test_a_plan_is_shown_beside_the_model(shoestring, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "plan.json"
+    file.write_text(Plan(checkpoint="no-bn", microbatch=2).to_json())
+    data = answer_of(shoestring, *WRN, "--compare", file)
+    assert data["compared"]["settings"] == {"batch": 4, "checkpoint": "no-bn", "microbatch": 2}
+    assert data["compared"]["bytes"]["total"] < data["bytes"]["total"] == answer_of(shoestring, *WRN)["bytes"]["total"]
+    lines = shoestring(*WRN, "--compare", file).out.splitlines()
+    peak = next(line.split() for line in lines if line.startswith("peak "))
+    assert peak[1:3] == [f"{each['bytes']['total'] / 1e6:.3f}" for each in (data, data["compared"])]
+    assert max(map(len, lines)) <= 80
+    rows = [re.findall(r" (\d+\.\d{3})", line) for line in lines]
+    *parts, whole, _ = (float(row[1]) for row in rows if len(row) == 2)
+    assert sum(parts) == pytest.approx(whole, abs=0.005) and whole == float(peak[2])
+
+
+def test_what_cannot_be_compared_is_refused_before_the_work(shoestring, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(Plan(task="wrn-16-1", checkpoint="no-bn").to_json())
+    assert "plan for wrn-16-1" in shoestring(*WRN, "--compare", other).err
+    assert "cannot be read" in shoestring(*WRN, "--compare", tmp_path / "none.json").err
+    assert "leave out --rules" in shoestring(*PAPER, "--compare", other).err
 
 
 def test_the_page_fits_eighty_columns_and_a_screen(shoestring, monkeypatch):

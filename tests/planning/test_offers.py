@@ -11,7 +11,6 @@ from torch import nn
 from shoestring import SGD, Adam, Task
 from shoestring.planning.options import PLAIN, Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import object_bytes
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
@@ -133,7 +132,7 @@ def test_int4_goes_with_16_bits_and_with_checkpoints_of_one_block(codecs):
 @pytest.mark.parametrize("word", ["int8", "int4", "int2"])
 def test_of_codecs_alone_the_mildest_that_fits_a_budget_is_found(codecs, word):
     traced = codecs.traces.of((("activations", word),))
-    search = Search(convolutions(), traced.peak_bytes + object_bytes(traced), RATES)
+    search = Search(convolutions(), traced.needed_bytes, RATES)
     offers = [(value, risk) for value, risk in search.candidates.offers["activations"] if value in COMPRESSED]
     search.candidates.offers = {key: [] for key in search.candidates.offers} | {"activations": offers}
     assert search.best(Risk.APPROXIMATE).settings == (("activations", word),)

@@ -11,8 +11,8 @@ from shoestring import Plan, ShoestringError, apply
 from shoestring.errors import NoPlanFits
 from shoestring.planning.options import Option
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, object_bytes
 from shoestring.profiling import profile
+from shoestring.profiling.objects import NODE_BYTES, ONCE_BYTES, STORAGE_BYTES
 from shoestring.rates import Rates
 from shoestring.techniques.technique import Risk
 from shoestring.units import format_bytes
@@ -166,7 +166,7 @@ def test_what_is_offloaded_takes_no_memory_but_its_part_of_the_graph_does():
     storages = [len(traced.ledger.live_at(traced.peak.time)) for traced in (plain, offloaded)]
     assert storages[1] < storages[0]
     assert offloaded.nodes == plain.nodes > 100
-    assert object_bytes(offloaded) > NODE_BYTES * offloaded.nodes
+    assert offloaded.object_bytes > NODE_BYTES * offloaded.nodes
 
 
 MODELS = {"convolutions": little, "lstm": zoo.lstm, "gpt": zoo.gpt}

@@ -4,7 +4,6 @@ import pytest
 
 import shoestring
 from shoestring.planning.search import Search, plan
-from shoestring.planning.traces import needed
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.techniques.registry import REGISTRY, apply_settings
@@ -20,7 +19,7 @@ def task():
 def peaks():
     """What checkpointing needs, all samples at once and a few at a time."""
     return {
-        strategy: needed(profile(apply_settings(task(), {"checkpoint": strategy}), brief=True))
+        strategy: profile(apply_settings(task(), {"checkpoint": strategy}), brief=True).needed_bytes
         for strategy in ("residual-2*", "residual-2**")
     }
 

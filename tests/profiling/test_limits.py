@@ -198,7 +198,7 @@ def test_a_flop_formula_that_pytorch_has_already_is_not_registered_twice():
 def test_the_range_of_pytorch_that_is_declared_is_the_range_that_is_tested():
     root = Path(__file__).parents[2]
     declared = re.search(r'"torch>=([\d.]+),<([\d.]+)"', (root / "pyproject.toml").read_text())
-    tested = re.search(r"^TORCHES := (\S+) (\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
+    tested = re.search(r"^VERSIONS := python\S+:(\S+) python\S+:(\S+)$", (root / "Makefile").read_text(), re.MULTILINE)
     oldest, newest = (tuple(map(int, version.split(".")[:2])) for version in tested.groups())
     assert oldest == tuple(map(int, declared[1].split(".")))
     assert (newest[0], newest[1] + 1) == tuple(map(int, declared[2].split(".")))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
 from ..techniques.words import in_words
+from .job import read_plan
 from .model import add_model, is_builtin, load_task, users_code
 from .options import (
     add_devices,
@@ -17,6 +18,7 @@ from .options import (
     output_file,
     print_json,
     say,
+    some_path,
     techniques_of,
     write_text,
 )
@@ -30,6 +32,7 @@ EXAMPLES = (
     "mine.py:task --figure memory.svg",
     "wrn-28-2 --batch 100 --checkpoint 'residual-2*' --microbatch 10",
     "wrn-28-2 --batch 100 --rules paper --nonzero 30 --precision fp16",
+    "wrn-28-2 --batch 100 --compare plan.json",
 )
 
 
@@ -41,6 +44,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--rules", choices=("real", "paper"), default="real", help=rules)
     parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
     parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down")
+    beside = "the same model under a plan beside it, from a file of `shoestring plan`"
+    parser.add_argument("--compare", type=some_path, metavar="PLAN", help=beside)
     parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")
     add_threads(parser)
     add_devices(parser)
@@ -56,15 +61,20 @@ def run(args: argparse.Namespace) -> int:
         require_plot()  # before the work, not after it
     sizes = given(args, "batch", "tokens")
     techniques = techniques_of(args)
+    if args.compare and args.rules == "paper":
+        raise ShoestringError("--compare compares steps as they are allocated: leave out --rules paper")
     with users_code(args.model):
         data, ledger = (_paper if args.rules == "paper" else _real)(args, sizes, techniques)
     _write(args, data, ledger)  # before printing, which a closed pipe may end
     if args.json:
         print_json(data)
     else:
-        from ..reporting.terminal import make_console, show_profile
+        from ..reporting.terminal import make_console, show_comparison, show_profile
 
-        show_profile(make_console(), data, ledger)
+        if "compared" in data:
+            show_comparison(make_console(), data, data["compared"], args.compare.name)
+        else:
+            show_profile(make_console(), data, ledger)
     return 0
 
 
@@ -94,18 +104,25 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    task = on_device(load_task(args.model, sizes, device="meta"), args)
-    plan = make_plan(task, args) if args.budget else Plan(**techniques)
-    task = lean_task(task, plan)
-    with progress("calibrating the step's operators, once for this machine") as advance:
-        result = profile(task, calibrate=not args.no_calibrate, progress=advance)
-    data = result.to_json()
-    if plan.budget_bytes:
-        data["budget_bytes"] = plan.budget_bytes
-    data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
-    if task.devices > 1:
-        data["settings"]["devices"] = task.devices  # the memory is that of each
-    return data, result.ledger
+    plain = on_device(load_task(args.model, sizes, device="meta"), args)
+
+    def profiled(plan: Plan) -> tuple[dict[str, Any], "Ledger"]:
+        task = lean_task(plain, plan)
+        with progress("calibrating the step's operators, once for this machine") as advance:
+            result = profile(task, calibrate=not args.no_calibrate, progress=advance)
+        data = result.to_json()
+        if plan.budget_bytes:
+            data["budget_bytes"] = plan.budget_bytes
+        data["settings"] = (sizes or {"items": task.count(task.batch)}) | result.settings
+        if task.devices > 1:
+            data["settings"]["devices"] = task.devices  # the memory is that of each
+        return data, result.ledger
+
+    other = read_plan(args.compare, plain) if args.compare else None  # a bad file is told before the work
+    data, ledger = profiled(make_plan(plain, args) if args.budget else Plan(**techniques))
+    if other is not None:
+        data["compared"], _ = profiled(other)
+    return data, ledger
 
 
 def _write(args: argparse.Namespace, data: dict[str, Any], ledger: "Ledger") -> None:

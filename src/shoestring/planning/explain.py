@@ -11,7 +11,6 @@ from ..techniques.words import in_words
 from ..units import format_bytes
 from .options import PLAIN, LeftOut, Option, Settings, scalar, words_for
 from .plan import Alternative, LeftOutRow, Plan
-from .traces import needed, object_bytes
 
 if TYPE_CHECKING:
     from .search import Search
@@ -30,7 +29,7 @@ def plan_of(search: "Search", option: Option) -> Plan:
         predicted_peak_bytes=traced.peak_bytes,
         predicted_bytes=traced.bytes_by_category,
         predicted_time_ratio=search.time_ratio(option),
-        object_bytes=object_bytes(traced),
+        object_bytes=traced.object_bytes,
         reasons=tuple(_reasons(search, option, plain)),
         alternatives=tuple(alternatives(search, option, (option.risk,))),
         left_out=tuple(grouped(search.left_out)),
@@ -44,7 +43,7 @@ def tradeoffs_of(search: "Search", allowed: Risk) -> Plan:
     fastest = search.best(Risk.EXACT) or PLAIN
     traced = search.traces.settled(smallest.settings)
     assert traced is not None, "it was the smallest of those that were traced"
-    least = needed(traced)
+    least = traced.needed_bytes
     plan = plan_of(search, fastest)
     words = f"the least budget that works at risk {allowed.name.lower()} is {budget_words(least)} ({smallest})"
     levels = tuple(level for level in Risk if level <= allowed)
@@ -63,7 +62,7 @@ def budget_words(size: int) -> str:
 
 
 def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
-    yield f"plain training needs {format_bytes(needed(plain))}, the budget is {format_bytes(search.budget)}"
+    yield f"plain training needs {format_bytes(plain.needed_bytes)}, the budget is {format_bytes(search.budget)}"
     if option.risk > Risk.EXACT:
         lower = " or ".join(level.name.lower() for level in Risk if level < option.risk)
         yield f"no {lower} plan fits: this one is {option.risk.name.lower()} ({MEANING[option.risk]})"
@@ -74,9 +73,9 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
         if traced := search.traces.profiles.get(less.settings):
             over = f" > {format_bytes(search.budget)}" if not search.has_room(traced) else ""
             objects = (
-                f"{format_bytes(traced.peak_bytes)} of tensors + {format_bytes(object_bytes(traced), 2)} of objects"
+                f"{format_bytes(traced.peak_bytes)} of tensors + {format_bytes(traced.object_bytes, 2)} of objects"
             )
-            yield f"{name} {in_words(value)}: without it {objects} = {format_bytes(needed(traced))}{over}"
+            yield f"{name} {in_words(value)}: without it {objects} = {format_bytes(traced.needed_bytes)}{over}"
         elif not search.traces.known_base(less.settings) and (least := search.lower_bound(less)) > search.budget:
             yield f"{name} {in_words(value)}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
@@ -145,8 +144,8 @@ def _traced(search: "Search") -> list[Row]:
     for settings, traced in search.traces.profiles.items():
         if traced is not None:
             option = search.candidates.option(settings)
-            ratio, objects = search.time_ratio(option), object_bytes(traced)
-            found.append(Row(needed(traced), ratio, option.risk, False, settings, objects))
+            ratio, objects = search.time_ratio(option), traced.object_bytes
+            found.append(Row(traced.needed_bytes, ratio, option.risk, False, settings, objects))
     return found
 
 
@@ -201,14 +200,14 @@ def nothing_fits(search: "Search", allowed: Risk) -> NoPlanFits:
     assert traced is not None
     parts = sorted(traced.bytes_by_category.items(), key=lambda part: -part[1])[:3]
     fills = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts)
-    tensors, objects = format_bytes(traced.peak_bytes), format_bytes(object_bytes(traced), 2)
+    tensors, objects = format_bytes(traced.peak_bytes), format_bytes(traced.object_bytes, 2)
     more = _more_risk(search, allowed) or "or try a smaller batch or model"
     words = [
         f"no plan of risk {allowed.name.lower()} fits {format_bytes(search.budget)}: the least that works is "
-        f"{budget_words(needed(traced))}, {tensors} of tensors and {objects} of Python's objects "
+        f"{budget_words(traced.needed_bytes)}, {tensors} of tensors and {objects} of Python's objects "
         f"({words_for(settings)}), filled by {fills}",
         *_missing(search),
-        f"use --budget {budget_words(needed(traced))}",
+        f"use --budget {budget_words(traced.needed_bytes)}",
         more,
     ]
     return NoPlanFits("; ".join(words))

@@ -27,7 +27,7 @@ from .options import PLAIN, Candidates, LeftOut, Option, Settings, scalar, setti
 from .plan import Plan
 from .rehearsal import rehearse, why_not_rehearsed
 from .timing import seconds_of, sent_bytes
-from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces, needed, object_bytes
+from .traces import TRACED, BaseTrace, Calibrate, Progress, Table, Traces
 
 UNLIMITED = 2**60
 DOUBT, DOUBT_AFTER_TRACE = 0.95, 0.97  # the share of an estimate that a plan surely needs
@@ -65,7 +65,7 @@ def plan(
         if budget is None:
             return explain.tradeoffs_of(search, allowed)
         if share is not None:
-            search.budget = round(share * needed(search.traces.plain()))
+            search.budget = round(share * search.traces.plain().needed_bytes)
         if techniques:
             return search.finish(search.named(techniques))
         for level in Risk:
@@ -131,8 +131,9 @@ class Search:
             raise ShoestringError(f"{option} cannot be applied: {reasons[-1] if reasons else 'it failed'}")
         if not self.has_room(traced):
             raise OverBudget(
-                f"with {option} a step would need {format_bytes(needed(traced))}, predicted, objects included, and the "
-                f"budget is {format_bytes(self.budget)}: name further techniques, or name none to have them chosen"
+                f"with {option} a step would need {format_bytes(traced.needed_bytes)}, predicted, objects included, "
+                f"and the budget is {format_bytes(self.budget)}: name further techniques, or "
+                "name none to have them chosen"
             )
         return option
 
@@ -280,12 +281,12 @@ class Search:
         if traced is not None and self.traces.base(self.traces.key(settings)) is not None:
             effects = self.effects(option, self.traces.key(settings))
             missed = traced.peak_bytes - self._base(option).footprint.peak(effects)
-            self._misses[self._correction_key(option)] = _share(effects), missed, object_bytes(traced)
+            self._misses[self._correction_key(option)] = _share(effects), missed, traced.object_bytes
         return traced
 
     def has_room(self, traced: Profile) -> bool:
         """Whether a traced step fits, with room for objects that no trace sees."""
-        return needed(traced) <= self.budget
+        return traced.needed_bytes <= self.budget
 
     def _runs(self, option: Option) -> bool:
         """Whether the option survives its rehearsal; True if there is none."""
@@ -323,7 +324,7 @@ class Search:
         """
         options = [option for level in Risk if level <= allowed for option in self.candidates.at(level)]
         self.traces.of(())
-        traced = {s: needed(p) for s, p in self.traces.profiles.items()
+        traced = {s: p.needed_bytes for s, p in self.traces.profiles.items()
                   if p is not None and self.candidates.option(s).risk <= allowed}  # fmt: skip
         heap = [(self.lower_bound(option), number, option) for number, option in enumerate(options)]
         heapq.heapify(heap)
@@ -333,7 +334,7 @@ class Search:
                 self._look_for_less(heap, traced)
             elif (found := self.traces.of(smallest)) is not None and self.traces.calibrated(found):
                 if (found := self.traces.again(smallest)) is not None:
-                    traced[smallest] = needed(found)
+                    traced[smallest] = found.needed_bytes
             else:
                 return smallest
 
@@ -346,7 +347,7 @@ class Search:
         if heap and bound > heap[0][0]:
             heapq.heappush(heap, (bound, number, option))
         elif (found := self.peak(option)) is not None:
-            traced[option.settings] = needed(found)
+            traced[option.settings] = found.needed_bytes
 
 
 def _share(effects: list[Effect]) -> float:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ambient import Ambient
-from ..ledger import Phase
 from ..profiling import Profile, Updates, profile
 from ..signature import Signature
 from ..task import Task
@@ -19,15 +18,6 @@ from .timing import Work, work_of
 Progress = Callable[[str], None]
 Table = dict[str, int | None]
 Calibrate = Callable[[list[Signature]], Table]  # operator calls -> their scratch on this machine
-# Room for what no trace sees, which the heap meter does. Of each storage alive at the peak: the headers of tensor and
-# storage, 184 and 104 bytes, and what malloc rounds up. Of each node of autograd's graph, which is there though its
-# tensors may be on disk: its edges, its saved variables and their hooks. By the update the graph is gone, but not its
-# leaves: a parameter holds the block of the node that accumulates its gradient for good. And what a run has once: the
-# optimizer's tables, the files' buffers. A pass that is recorded (taping/) has more of each storage: who watches for
-# its end, and its place in the tape; 103 to 136 bytes in eight steps of four networks. benchmarks/budgets_kept.py fits
-# nodes and leaves on some models, and proves them on others.
-STORAGE_BYTES, NODE_BYTES, LEAF_BYTES, ONCE_BYTES = 350, 1000, 700, 64 * 1024
-RECORDED_BYTES = 140
 TRACED = tuple(name for name, technique in REGISTRY.items() if technique.effect is None)
 
 
@@ -126,12 +116,10 @@ class Traces:
         """Settings that need a trace -> their trace of the whole batch; None if they do not work with the task."""
         if key not in self._bases:
             traced, task = self.of(key), self.task(key)
-            found = traced is not None and task is not None
-            self._bases[key] = (
-                BaseTrace(task, Footprint(traced), work_of(traced, task, self._offloaded[key]), object_bytes(traced))  # type: ignore[arg-type]
-                if found
-                else None
-            )
+            self._bases[key] = None
+            if traced is not None and task is not None:
+                work = work_of(traced, task, self._offloaded[key])
+                self._bases[key] = BaseTrace(task, Footprint(traced), work, traced.object_bytes)
         return self._bases[key]
 
     # -- scratch ----------------------------------------------------------------------------------------------------
@@ -155,49 +143,6 @@ class Traces:
         traced = self.settled(())
         assert traced is not None, "its errors are raised"
         return traced
-
-
-class Moment(NamedTuple):
-    """What is there at one time of a step."""
-
-    tensor_bytes: int
-    storages: int
-    nodes: int  # of autograd's graph
-    leaves: int  # of a graph that is gone
-    is_recorded: bool = False
-
-    @property
-    def needed(self) -> int:
-        graph = NODE_BYTES * self.nodes + LEAF_BYTES * self.leaves
-        storages = (STORAGE_BYTES + RECORDED_BYTES * self.is_recorded) * self.storages
-        return self.tensor_bytes + storages + graph + ONCE_BYTES
-
-
-def fullest(traced: Profile) -> Moment:
-    """The moment at which a traced step needs most, objects included: with its graph, or in the update after it."""
-    timeline = traced.ledger.timeline()
-
-    def peak(births: list[int], nodes: int, leaves: int, is_recorded: bool) -> Moment:
-        time = max(births, key=timeline.__getitem__)
-        return Moment(timeline[time], len(traced.ledger.live_at(time)), nodes, leaves, is_recorded)
-
-    births: dict[bool, list[int]] = {True: [], False: []}
-    for entry in traced.ledger.entries:
-        births[entry.phase == Phase.UPDATE].append(entry.born)
-    moments = [peak(births[False], traced.nodes, 0, traced.is_recorded)]
-    if births[True]:
-        moments.append(peak(births[True], 0, traced.leaves, False))
-    return max(moments, key=lambda moment: moment.needed)
-
-
-def needed(traced: Profile) -> int:
-    """Bytes that a traced step needs, with the Python objects around its tensors."""
-    return fullest(traced).needed
-
-
-def object_bytes(traced: Profile) -> int:
-    """The room that the objects around a traced step's tensors take."""
-    return needed(traced) - traced.peak_bytes
 
 
 def blank(model: torch.nn.Module) -> torch.nn.Module:

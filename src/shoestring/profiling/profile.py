@@ -4,6 +4,7 @@ import html
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..task import Task
 from ..units import format_bytes
 from .choices import Choices, short
 from .dry import larger_way, on_fakes
+from .objects import Fullest, fullest
 from .scratch import Traced, unmeasured, with_scratch
 from .trace import Tracer, home
 from .updates import Pair, Unlike, Updates
@@ -57,6 +59,21 @@ class Profile:
     @property
     def peak_bytes(self) -> int:
         return self.peak.bytes
+
+    @cached_property
+    def fullest(self) -> Fullest:
+        """What is there when tensors and the objects around them are most together."""
+        return fullest(self.ledger, self.nodes, self.leaves, self.is_recorded)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What a budget counts: tensors and the Python objects around them."""
+        return self.fullest.needed
+
+    @property
+    def object_bytes(self) -> int:
+        """Of what a budget counts, the Python objects around tensors, which are estimated."""
+        return self.needed_bytes - self.peak_bytes
 
     @property
     def tensor_peak_bytes(self) -> int:
@@ -98,6 +115,7 @@ class Profile:
                 "workspace": None if self.uncalibrated else parts["workspace"],  # unknown is not zero
                 "total": self.peak_bytes,
             },
+            "object_bytes": self.object_bytes,
             "by_category": parts,
             "by_module": self.by_module,
             "flops": self.flops,

@@ -21,6 +21,7 @@ WIDEST = 100  # a page wider than this is harder to read, not easier
 LAYERS = 10
 CHART_ROWS = 4
 _AMOUNT, _SHARE, _GAP = 10, 7, 2  # widths of the columns of numbers, and the space before bars
+_NAMED = 14  # of the name of a plan's file
 
 
 class Page:
@@ -75,6 +76,36 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
             yield Text("Unsure    " if number == 0 else " " * 10, "yellow").append(line, "default")
 
 
+def show_comparison(console: Console, data: dict[str, Any], other: dict[str, Any], name: str) -> None:
+    """Prints two profiles of a model side by side: bytes by category, and the second as a share of the first."""
+    page = Page(console.width, console.options.ascii_only)
+    total = max(data["bytes"]["total"], other["bytes"]["total"])
+    name = name if len(name) <= _NAMED else name[: _NAMED - len(page.cut)] + page.cut
+    head = (
+        f"{'Where it goes, ' + _unit(total)[1]:<{page.name}}{'this':>{_AMOUNT}}{name:>{_NAMED + 2}}{'share':>{_SHARE}}"
+    )
+    lines = [*_headline(data, page), *_headline(other, page), Text(), Text(head, "bold")]
+    this, that = data["by_category"], other["by_category"]
+    for kind in in_order({kind: max(this[kind], that[kind]) for kind in this}):
+        lines.append(_beside(look(kind).label, this[kind], that[kind], total, page))
+    if None in (data["bytes"]["workspace"], other["bytes"]["workspace"]):
+        lines.append(Text("workspace of PyTorch's operators: unknown, not calibrated", "yellow"))
+    lines.append(_beside("peak", data["bytes"]["total"], other["bytes"]["total"], total, page))
+    needed, less = (each["bytes"]["total"] + each["object_bytes"] for each in (data, other))
+    lines.append(_beside("with Python objects", needed, less, total, page))
+    for words, each in (("this", data), (name, other)):
+        lines += [
+            Text(),
+            Text(words, "bold"),
+            *_peak(each["peak"], each.get("budget_bytes"), page),
+            _flops(each["flops"]),
+        ]
+    for line in lines:
+        line.truncate(page.width)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
 # -- the parts of the page --------------------------------------------------------------------------------
 def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
     """The task, the rules and the settings; on two lines if they do not fit on one."""
@@ -107,6 +138,8 @@ def _categories(data: dict[str, Any], page: Page) -> Iterator[Text]:
         unknown = " " * (_AMOUNT + _SHARE + _GAP) + "unknown: not calibrated"
         yield Text("workspace".ljust(page.name)).append(unknown, "yellow")
     yield _row("peak", total, total, page, "bold")
+    if objects := data.get("object_bytes"):
+        yield _row("with Python objects", total + objects, total, page, "dim")
 
 
 def _layers(data: dict[str, Any], page: Page) -> Iterator[Text]:
@@ -195,11 +228,21 @@ def _row(name: str, size: int, total: int, page: Page, style: str = "") -> Text:
     """A name, its bytes and its share; a long name is cut at the front, because the end distinguishes layers."""
     if len(name) > page.name:
         name = page.cut + name[len(name) - page.name + len(page.cut) :]
+    share = f"{size / max(1, total):.1%}"
+    return Text(f"{name:<{page.name}}{_amount(size, total):>{_AMOUNT}}{share:>{_SHARE}}{'':{_GAP}}", style)
+
+
+def _beside(name: str, size: int, other: int, total: int, page: Page) -> Text:
+    share = f"{other / size:.1%}" if size else ""
+    return Text(
+        f"{name:<{page.name}}{_amount(size, total):>{_AMOUNT}}{_amount(other, total):>{_NAMED + 2}}{share:>{_SHARE}}"
+    )
+
+
+def _amount(size: int, total: int) -> str:
     factor = _unit(total)[0]
     digits = 0 if factor == 1 else 3 if total < 1000 * factor else 1
-    amount = f"{size / factor:,.{digits}f}"
-    share = f"{size / max(1, total):.1%}"
-    return Text(f"{name:<{page.name}}{amount:>{_AMOUNT}}{share:>{_SHARE}}{'':{_GAP}}", style)
+    return f"{size / factor:,.{digits}f}"
 
 
 def _unit(total: int) -> tuple[int, str]:
