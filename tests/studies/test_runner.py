@@ -1,11 +1,13 @@
 """A small study, run for real: trained, killed, resumed, shared by two workers."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from layouts import write_cifar_binary
@@ -119,6 +121,27 @@ def test_a_trial_that_somebody_stopped_has_not_failed(study, data, tmp_path):
     trial.terminate()
     trial.wait(60)
     assert "stopped after update" in json.loads(answer.read_text())["stopped"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_runner_that_is_told_to_stop_leaves_no_trial_behind(study, data, tmp_path, number):
+    jobs = [job | {"epochs": 4_000} for job in trainings(study, data, "plain")[:1]]
+    store = Store(tmp_path / "store")
+    runner = subprocess.Popen([sys.executable, "-c", SCRIPT, str(store.path), json.dumps(jobs), data])
+    deadline = time.time() + 60
+    while not list(store.path.glob("work/*/run/log.jsonl")) and time.time() < deadline:
+        time.sleep(0.05)
+    (locked,) = store.path.glob("work/*/run")
+    runner.send_signal(number)
+    assert runner.wait(60) != 0
+    assert not list((store.path / "claimed").iterdir()) and len(list((store.path / "waiting").iterdir())) == 1
+    assert not any(str(locked.parent) in words for words in command_lines())
+
+
+def command_lines():
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield process.read_bytes().decode(errors="replace")
 
 
 def test_one_trial_that_was_paused_for_a_night_does_not_make_the_others_look_long(study, data, tmp_path):

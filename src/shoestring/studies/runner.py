@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import ShoestringError
 from ..models.dynamicconv import Settings
+from ..training.interrupts import Interrupted, Interrupts
 from .data import VARIABLE, find_data, fingerprint
 from .jobs import LEASE_SECONDS, Claim, Store, worker_name
 from .plans import model_of, size_of
@@ -111,9 +112,14 @@ def _on_cores(
     crew = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(workers)]
     for member in crew:
         member.start()
+    interrupts = Interrupts()
     try:
-        while any(member.is_alive() for member in crew):
-            time.sleep(0.2)
+        with interrupts.heeded():
+            while any(member.is_alive() for member in crew) and interrupts.received is None:
+                time.sleep(0.2)
+        if interrupts.received is not None:
+            words = "stopped: what was running is saved, and the same command goes on from there"
+            raise Interrupted(words, interrupts.received)
     except BaseException:
         stop.set()  # the claims are given back, and the trials save where they are
         for member in crew:
