@@ -26,7 +26,7 @@ from shoestring.measuring import calibrate
 from shoestring.measuring.calibration import load_cache
 from shoestring.measuring.rates import device_rates
 from shoestring.planning.search import Search
-from shoestring.planning.traces import LEAF_BYTES, NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, Moment, fullest
+from shoestring.profiling.objects import LEAF_BYTES, NODE_BYTES, ONCE_BYTES, STORAGE_BYTES, Fullest
 from shoestring.techniques.technique import Risk
 from shoestring.training.budget import batch_bytes
 from shoestring.units import format_bytes
@@ -50,7 +50,7 @@ class Case:
     settings: str
     budget: int
     predicted: int
-    moment: Moment  # when the plan needs most
+    moment: Fullest  # when the plan needs most
     heap: int
 
     @property
@@ -95,7 +95,7 @@ def cases(model: str, size: int, shares: Sequence[float]) -> Iterator[Case]:
         assert traced is not None, "a plan that was chosen was traced"
         taken = heap(model, size, dict(settings)) + given
         told = ", ".join(f"{name} {value}" for name, value in settings) or "no technique"
-        case = Case(model, size, told, budget, traced.peak_bytes, fullest(traced), taken)
+        case = Case(model, size, told, budget, traced.peak_bytes, traced.fullest, taken)
         print(f"  {case}", file=sys.stderr, flush=True)
         yield case
 
@@ -142,7 +142,8 @@ there is a graph, {NODE_BYTES} per node of it. In the update the graph is gone, 
 accumulated their gradients: {LEAF_BYTES} for each. The moment counts at which tensors and objects together are most.
 
 The second table alone gives the bytes per node, {fitted([node])}, and per leaf, {fitted([leaf])}: the most that one of
-its plans asks for, {node:.0f} and {leaf:.0f}, up to the next hundred. The first table proves them on other models and
+its plans asks for, {node:.0f} and {leaf:.0f}, up to the next hundred; {NODE_BYTES} and {LEAF_BYTES} are the most that
+it gave on any machine (AMD EPYC: 635 per leaf). The first table proves them on other models and
 budgets: {len(odd)} of its {len(proof)} plans took more than their tensors and this room, whether or not their budgets
 had it.
 {odd_words}
@@ -163,7 +164,7 @@ def read() -> dict[str, list[Case]]:
     if not STORE.exists():
         return {}
     return {
-        name: [Case(**row | {"moment": Moment(*row["moment"])}) for row in rows]
+        name: [Case(**row | {"moment": Fullest(*row["moment"])}) for row in rows]
         for name, rows in json.loads(STORE.read_text()).items()
     }
 
@@ -188,11 +189,14 @@ def main() -> None:
     fit, proof = ([c for m, n in SETS[name] for c in found.get(f"{m} {n}", ())] for name in ("fit", "proof"))
     missing = [f"{m} {n}" for name in SETS for m, n in SETS[name] if f"{m} {n}" not in found]
     STORE.with_suffix(".md").write_text(report(fit, proof, missing))
-    # A number that the fitting set does not give was fitted on something else: the proof would prove nothing.
-    given = fitted(case.per_node for case in fit), fitted(case.per_leaf for case in fit)
-    if given != (NODE_BYTES, LEAF_BYTES):
-        print(f"nodes and leaves are {NODE_BYTES}, {LEAF_BYTES}; the fitting set gives {given}", file=sys.stderr)
-    sys.exit(not all(case.kept for case in proof) or given != (NODE_BYTES, LEAF_BYTES))
+    # A number that no fitting set gave was fitted on something else: the proof would prove nothing. Machines differ.
+    node, leaf = fitted(case.per_node for case in fit), fitted(case.per_leaf for case in fit)
+    too_few = node > NODE_BYTES or leaf > LEAF_BYTES
+    if too_few:
+        print(
+            f"nodes and leaves are {NODE_BYTES}, {LEAF_BYTES}; the fitting set asks for {node}, {leaf}", file=sys.stderr
+        )
+    sys.exit(too_few or not all(case.kept for case in proof))
 
 
 if __name__ == "__main__":

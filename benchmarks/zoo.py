@@ -84,7 +84,7 @@ def profile(name: str, plain: int) -> dict[str, Any]:
     """The default profile of plain training against the heap. It may be more if it says what it could only bound, as
     layers that are dropped at random."""
     predicted = shoestring.profile(zoo_models.task(name))
-    off = predicted.peak_bytes / plain - 1
+    off = predicted.needed_bytes / plain - 1
     bound = off > WITHIN and bool(predicted.unseen)
     return {"holds": bound or abs(off) <= WITHIN, "text": f"{off:+.1%}" + ", a bound, said" * bound}
 
@@ -249,8 +249,9 @@ def failures(rows: dict[str, Any]) -> list[str]:
 
 
 ABOUT = """
-- **plain**: the heap's peak in two plain training steps. **profile**: `shoestring.profile(task)` beside it, which
-  should be within {within:.0%}, or more where the profile says what it can only bound (layers dropped at random).
+- **plain**: the heap's peak in two plain training steps. **profile**: `shoestring.profile(task)` with its
+  objects beside it, which should be within {within:.0%}, or more where the profile says what it can only bound
+  (layers dropped at random).
 - **70%, 40%, 20%**: `shoestring.plan(task, budget)` for such a share of plain, at the default risk, and what its steps
   took of that budget on the heap.
 - **updates**: weights after two SGD steps under each checkpoint strategy that the planner tries and with saved tensors
