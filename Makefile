@@ -18,11 +18,11 @@ test: $(READY) lint
 CORES_QUICK := tests/kernels/test_core.py tests/kernels/test_bitmask.py tests/kernels/test_norm.py \
   tests/kernels/test_gradients.py tests/kernels/test_linear.py tests/contract/test_exactness.py
 test-cores: $(READY)
+	$(BIN)/python -m pytest -rs -m slow tests/kernels/test_cross_compile.py
 	for core in generic torch; do \
 	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest -n 2 $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
 	done
 	case $$(uname -m) in x86_64) SHOESTRING_CORE=lanes16 $(BIN)/python -m pytest -n 2 tests/kernels || exit 1;; esac
-	$(BIN)/python -m pytest -rs -m slow tests/kernels/test_cross_compile.py
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600
@@ -38,15 +38,17 @@ test-zoo: $(READY)
 	$(BIN)/pip install -q transformers diffusers
 	$(BIN)/python benchmarks/zoo.py --jobs 2
 
-# A quick set on the oldest and the newest PyTorch that pyproject.toml declares: 4 GB each where they come with CUDA.
-TORCHES := 2.8.0 2.15.0
+# A quick set on the oldest and the newest PyTorch that pyproject.toml declares (4 GB each where they come with CUDA), with
+# the Pythons that `make test` does not have; where such a Python is missing, with the one that there is.
+VERSIONS := python3.12:2.8.0 python3.13:2.15.0
 QUICK := tests/measuring tests/profiling/test_limits.py tests/profiling/test_values.py tests/profiling/test_unharmed.py \
   tests/profiling/test_as_measured.py tests/kernels/test_norm.py tests/techniques/test_regions.py \
   tests/techniques/test_checkpoint.py tests/techniques/test_microbatch.py
 test-versions:
-	for torch in $(TORCHES); do \
-	  here=.venv/torch-$$torch; \
-	  test -x $$here/bin/python || $(PYTHON) -m venv $$here || exit 1; \
+	for version in $(VERSIONS); do \
+	  python=$${version%:*}; torch=$${version#*:}; here=.venv/torch-$$torch; \
+	  $$python --version >/dev/null 2>&1 || python=$(PYTHON); \
+	  test -x $$here/bin/python || $$python -m venv $$here || exit 1; \
 	  $$here/bin/pip install -q torch==$$torch || exit 1; \
 	  $$here/bin/pip install -q -C build-dir=build/torch-$$torch ".[dev]" || exit 1; \
 	  $$here/bin/python -m pytest $(QUICK) || exit 1; \
