@@ -12,6 +12,7 @@ from shoestring.reporting.page import page_data, page_html, run_data, study_data
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 HOW = "`apt-get install chromium chromium-driver` gets them on Debian"
+DRAWN = "requestAnimationFrame(() => requestAnimationFrame(arguments[{}]))"  # the second frame has the first one's layout
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,7 @@ def show(browser, tmp_path):
         size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         browser.get(path.as_uri())
+        browser.execute_async_script(DRAWN.format(0))  # charts learn their width from the browser's first layout
         return Shown(browser)
 
     yield open_page
@@ -81,9 +83,8 @@ class Shown:
     def point_at(self, element, x: int = 0, click: bool = False) -> None:
         from selenium.webdriver import ActionChains
 
-        scroll = "arguments[0].scrollIntoView({block: 'center'}); "
-        drawn = "requestAnimationFrame(() => requestAnimationFrame(arguments[1]))"  # the scrolling hides what is said
-        self.browser.execute_async_script(scroll + drawn, element)
+        scroll = "arguments[0].scrollIntoView({block: 'center'}); "  # a frame later, for it hides what is said
+        self.browser.execute_async_script(scroll + DRAWN.format(1), element)
         chain = ActionChains(self.browser, duration=0).move_to_element_with_offset(element, x, 0)
         (chain.click() if click else chain).perform()
 
