@@ -201,7 +201,10 @@ def test_scratch_keeps_to_its_budget_at_every_layer_of_wrn_28_2():
             x, weight = torch.empty(10, inside, size, size), torch.empty(outside, inside, 3, 3)
             y, forward = scratch_of(lambda x=x, w=weight, s=stride: conv_forward(x, w, None, s, 1))
             _, back = scratch_of(lambda x=x, y=y, w=weight, s=stride: conv_input_gradient(y, w, x.shape, s, 1))
-        assert 0 < max(forward, back) <= PACKED_BYTES + threads() * THREAD_BYTES + 1024  # what rounding up adds
+        bands = threads() * THREAD_BYTES + 1024  # what rounding up adds
+        assert 0 < forward <= max(PACKED_BYTES, 2 * y.nbytes) + bands
+        assert 0 < back <= max(PACKED_BYTES, 2 * x.nbytes) + bands
+        assert max(forward, back) <= SCRATCH_BYTES
 
 
 def test_the_fake_gives_the_shape_dtype_and_layout_of_the_result():

@@ -12,7 +12,8 @@ from shoestring.reporting.page import page_data, page_html, run_data, study_data
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 HOW = "`apt-get install chromium chromium-driver` gets them on Debian"
-DRAWN = "requestAnimationFrame(() => requestAnimationFrame(arguments[{}]))"  # the second frame has the first one's layout
+# The second frame has the layout of the first.
+DRAWN = "requestAnimationFrame(() => requestAnimationFrame(arguments[{}]))"
 
 
 @pytest.fixture(scope="module")
