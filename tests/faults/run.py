@@ -23,8 +23,8 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1] / "training"))
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
+import budget_pairs
 import damaged_files
 import growth
 import kills
@@ -116,21 +116,6 @@ def grows(count: int, seed: int, folder: Path) -> Outcome:
     return found, bad
 
 
-def budgets(count: int, seed: int, folder: Path) -> Outcome:
-    """Plans for shares of what plain training takes, each really run in a fresh process, by the whole heap."""
-    import budgets_kept
-
-    found, bad = Counter(), []
-    for width in (1, 2, 0.5, 3, 4):
-        for size in (24, 48, 12, 96, 6, 72, 36, 18, 60, 30):
-            if found["distinct pairs"] >= count:
-                return found, bad
-            for case in budgets_kept.cases(f"wrn-10-{width}", size, [0.8, 0.5, 0.3]):
-                found["distinct pairs"] += 1
-                bad += [] if case.kept else [str(case)]
-    return found, bad
-
-
 CORES = ("generic", "avx2", "avx512", "lanes16")
 
 
@@ -157,7 +142,7 @@ PARTS = {
     "lines": Part(2000, "command lines made at random", lines),
     "readers": Part(50_000, "changed data files, of each reader", read),
     "poisoned": Part(200, "NaN or infinity in an output, input, gradient or weight", system.poisoned),
-    "budgets": Part(200, "(model, budget) pairs on the heap", budgets),
+    "budgets": Part(200, "plans for models and budgets drawn at random, on the heap", budget_pairs.check),
     "growth": Part(20_000, "steps with and without rewiring, and what they leave behind", grows),
     "sanitizer": Part(4, "the compiled kernels under AddressSanitizer, by core", sanitized),
 }  # fmt: skip

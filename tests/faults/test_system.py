@@ -1,5 +1,6 @@
 """Short forms of the suite of faults: `make test-faults` runs them with their full numbers."""
 
+import budget_pairs
 import pytest
 import readers
 import run
@@ -19,6 +20,11 @@ def test_a_flipped_bit_in_any_file_of_a_run_folder_is_noticed(tmp_path):
 def test_a_number_that_is_not_finite_is_told_or_skipped_and_never_saved(tmp_path):
     found, bad = system.poisoned(4, 1, tmp_path)
     assert not bad and sum(found.values()) == 4
+
+
+def test_budgets_drawn_at_random_are_kept_on_the_heap(tmp_path):
+    found, bad = budget_pairs.check(2, 1, tmp_path)
+    assert not bad and found["distinct pairs"] == 2
 
 
 @pytest.mark.parametrize("reader", readers.READERS)
