@@ -17,6 +17,7 @@ void bind_conv_weight(nb::module_&);
 void bind_dynamic_convolution(nb::module_&);
 void bind_pooling(nb::module_&);
 void bind_quantise(nb::module_&);
+void bind_tape(nb::module_&);
 void bind_windows(nb::module_&);
 
 // Whether this CPU, and its operating system, run what the core of this name is compiled for.
@@ -48,5 +49,6 @@ NB_MODULE(CORE_NAME, m) {
   bind_dynamic_convolution(m);
   bind_pooling(m);
   bind_quantise(m);
+  bind_tape(m);
   bind_windows(m);
 }

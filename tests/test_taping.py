@@ -1,5 +1,7 @@
 """Tapes: a pass that is run again from its tape leaves what the model's code leaves, to the bit, or is not recorded."""
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,8 @@ import zoo
 from contract import table
 from shoestring import SGD, Plan, Task, apply
 from shoestring.data import Augment, on_images
+from shoestring.kernels.core import core
+from shoestring.taping.tape import NOBODY, Head, Tape
 from shoestring.training.job import CrossEntropy
 
 PLANS = [
@@ -290,3 +294,35 @@ def test_what_rounds_by_numbers_of_each_pass_says_why_it_is_not_recorded(setting
     for _ in range(2):
         lean.step(task.batch)
     assert lean.stepper.tapes.length == 0 and reason in lean.stepper.tapes.reason
+
+
+LOOPS = {"python": Tape._do} | ({"compiled": Tape._do_compiled} if core else {})
+
+
+def calls(*heads_and_numbers: tuple) -> Tape:
+    heads = [Head(*head) for *head, _ in heads_and_numbers]
+    numbers = array("i", [number for *_, numbers in heads_and_numbers for number in numbers])
+    return Tape(heads, numbers, 4, array("i"), {}, 0, [], False)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_calls_of_a_tape_take_their_tensors_from_slots_and_free_them_after_the_last_use(loop):
+    tape = calls(  # what is read, how much is freed and what, what is filled
+        (torch.cat, ([None, None],), {"dim": 1}, ((0, 0), (0, 1)), 1, (0, 1, 1, 1, 2)),
+        (torch.split, (None, 2, 1), {}, (0,), 3, (2, 1, 2, 1, NOBODY, 2)),
+        (torch.add, (None, None), {"alpha": 2}, (0, 1), 1, (1, 2, 2, 1, 2, 3)),
+        (torch.Tensor.mul_, (None, 3), {}, (0,), 0, (3, 0)),
+    )
+    x, y = torch.arange(6.0).reshape(2, 3), torch.ones(2, 3)
+    for _ in range(2):  # nothing of a run is left in the tape
+        slots = [x, y, None, None]
+        LOOPS[loop](tape, slots)
+        assert slots[0] is x and slots[1] is slots[2] is None
+        assert torch.equal(slots[3], 3 * (x[:, :2] + 2 * y[:, :2]))
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_an_error_of_a_call_is_raised_as_it_is(loop):
+    tape = calls((torch.cat, ([None, None],), {"dim": 1}, ((0, 0), (0, 1)), 1, (0, 1, 1, 1, 2)))
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+        LOOPS[loop](tape, [torch.ones(2, 3), torch.ones(3, 3), None, None])

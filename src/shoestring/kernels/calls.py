@@ -1,6 +1,6 @@
 """How tensors reach the compiled kernels: storage codes, layouts, and one body for a kernel and its fake."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 import torch
@@ -91,21 +91,16 @@ class Forms(TypedDict):
     reference: Callable
     compiled: Callable
     fake: Callable
+    body: Callable
 
 
 def forms(body: Callable, reference: Callable) -> Forms:
-    """A kernel's body, written once, and its reference implementation -> the three forms that `define` takes.
+    """A kernel's body, written once, and its reference implementation -> what `define` takes.
 
     `body(launch, *args)` allocates outputs and scratch and ends in launch(kernel, ...), where tensors stand
     for their addresses. The compiled form runs the kernel there and the fake does not, so both allocate the
     same bytes. Tensors that the core does not read (FP64, or another device's) take the reference in both.
     """
-
-    def suits(args: tuple) -> bool:  # a plain loop: a lean step asks thousands of times
-        for a in args:
-            if isinstance(a, Tensor) and (a.dtype == torch.float64 or not a.is_cpu):
-                return False
-        return core is not None
 
     def compiled(*args: Any) -> Any:
         return body(_run, *args) if suits(args) else reference(*args)
@@ -113,7 +108,15 @@ def forms(body: Callable, reference: Callable) -> Forms:
     def fake(*args: Any) -> Any:
         return body(_skip, *args) if suits(args) else reference(*args)
 
-    return {"reference": reference, "compiled": compiled, "fake": fake}
+    return {"reference": reference, "compiled": compiled, "fake": fake, "body": body}
+
+
+def suits(args: Sequence[Any]) -> bool:  # a plain loop: a lean step asks thousands of times
+    """Whether the core reads these arguments of a kernel."""
+    for a in args:
+        if isinstance(a, Tensor) and (a.dtype == torch.float64 or not a.is_cpu):
+            return False
+    return core is not None
 
 
 def _run(kernel: Callable, *args: Any) -> None:

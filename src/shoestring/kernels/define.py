@@ -27,12 +27,22 @@ from . import core
 _library = torch.library.Library("shoestring", "DEF")
 _fakes: dict[Any, Callable] = {}  # of each op, for tracers
 _compiled: dict[Any, Callable] = {}  # of each op, if the core is loaded
+_bodies: dict[Any, Callable | None] = {}  # of what is compiled
 
 
-def define(schema: str, *, reference: Callable, fake: Callable, compiled: Callable, idle: int = 0) -> Any:
+def define(
+    schema: str,
+    *,
+    reference: Callable,
+    fake: Callable,
+    compiled: Callable,
+    body: Callable | None = None,
+    idle: int = 0,
+) -> Any:
     """An op schema and its three forms -> the op as a function of positional arguments.
 
-    `idle` are how many last arguments change nothing of what is allocated: the number of a step, say.
+    `body(launch, *args)` is what the compiled form is made of, if it is (`calls.forms`). `idle` are how many last
+    arguments change nothing of what is allocated: the number of a step, say.
     """
     name = schema.split("(", 1)[0]
     _library.define(schema)
@@ -46,12 +56,18 @@ def define(schema: str, *, reference: Callable, fake: Callable, compiled: Callab
     if core.core is None:
         return op
     _compiled[op] = compiled
+    _bodies[op] = body
     return _direct(op, compiled)
 
 
 def compiled_form(op: Any) -> Callable:
     """What the dispatcher calls in the end for plain CPU tensors: our compiled function, or PyTorch's own."""
     return _compiled.get(op, op._op)
+
+
+def body_of(op: Any) -> Callable | None:
+    """The body of an op's compiled form; None if it has none, as PyTorch's own ops."""
+    return _bodies.get(op)
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
+from ..kernels.core import threads
 from ..ledger import Phase
 from ..phases import phase
 from ..user_hooks import HOOKS, global_hooks
@@ -41,7 +42,7 @@ class Tapes:
         if self.reason or not _is_alone():
             return run()
         given, gradients = list(given_tensors(self.model, leaves)), list(gradients_of(self.model))
-        form = (decided, form_of(given), _modes(self.model), *map(_like, leaves))
+        form = (decided, threads(), form_of(given), _modes(self.model), *map(_like, leaves))
         found = None if all(gradient is None for gradient in gradients) else form_of(gradients)
         (last, found_last), self._last = self._last, (form, found)
         if self._tape is not None and form == self._form and found in self._finds():

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from ..kernels.define import compiled_form
+from ..kernels.define import body_of, compiled_form
+from ..kernels.prepared import prepare
 from ..user_hooks import hooked_modules
 from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook
 
@@ -83,6 +84,7 @@ class _Recorder(TorchDispatchMode):
         # it is there at the peak of a step, for which a plan leaves it no room of its own.
         self._known: dict[int, tuple[Any, ...]] = {}
         self._shared: dict[Any, Any] = {}
+        self.prepared: dict[int, Callable] = {}  # of a head, by its id: a kernel with all but the addresses decided
         self.given = array("i", [self._given(tensor) for tensor in given])
         first = len(self.depends)
         self.given.extend(NOBODY if gradient is None else self._given(gradient) for gradient in gradients)
@@ -156,8 +158,13 @@ class _Recorder(TorchDispatchMode):
             None if isinstance(arg, Tensor) else [None if isinstance(part, Tensor) else part for part in arg]
             if isinstance(arg, list | tuple) else arg for arg in args
         )  # fmt: skip
-        key = func, repr(template), repr(kwargs), places, fills
-        return self._shared.get(key) or self._shared.setdefault(key, Head(func, template, kwargs, places, fills))
+        forms = tuple(_form(_at(args, place)) for place in places) if body_of(func) else ()
+        key = func, repr(template), repr(kwargs), places, fills, forms
+        if key not in self._shared:
+            head = self._shared[key] = Head(func, template, kwargs, places, fills)
+            if ready := prepare(func, args):
+                self.prepared[id(head)] = ready
+        return self._shared[key]
 
     # -- tensors ------------------------------------------------------------------------------------------------
     def _slot(self, tensor: Tensor) -> int:
@@ -260,6 +267,10 @@ def _at(args: tuple, place: int | tuple[int, int]) -> Tensor:
     return args[place] if isinstance(place, int) else args[place[0]][place[1]]
 
 
+def _form(tensor: Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
 def _place(tensor: Tensor) -> tuple:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
@@ -317,7 +328,8 @@ class _Compact:
             adds = bool(reads) and fills == reads[:1]
             key = id(head), len(fills), adds
             if key not in heads:
-                function = accumulate if adds else compiled_form(head.function)
+                ready = recorder.prepared.get(id(head)) or compiled_form(head.function)
+                function = accumulate if adds else ready
                 heads[key] = head._replace(function=function, fills=len(fills))
             calls.append(heads[key])
             numbers.extend(map(self._name, reads))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch._C import _AutoDispatchBelowAutograd
 
+from ..kernels.core import core
+
 Leaves = list[Any]  # of a microbatch
 NOBODY = -1  # in place of the slot of a result that nobody reads
 
@@ -45,12 +47,16 @@ class Tape(NamedTuple):
         for number, tensor in self.constants.items():
             slots[number] = tensor
         with torch.no_grad(), _AutoDispatchBelowAutograd():
-            self._do(slots)
+            (self._do if core is None else self._do_compiled)(slots)
         for module, name, number in self.gradients:
             module._parameters[name].grad = slots[number]  # type: ignore[union-attr]
         return slots[self.loss]
 
+    def _do_compiled(self, slots: list[Any]) -> None:
+        core.run_tape(self.heads, self.numbers.buffer_info()[0], slots)
+
     def _do(self, slots: list[Any]) -> None:
+        """The calls, one after another: what csrc/tape.cpp does without Python's work for each."""
         numbers = iter(self.numbers)
         for function, template, kwargs, places, fills in self.heads:
             args = [*template]
