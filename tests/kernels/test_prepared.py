@@ -1,8 +1,10 @@
 """Calls of kernels that were prepared do what the ops do, from tensors of the same shapes."""
 
+import fuzz
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoestring.kernels import conv, norm
 from shoestring.kernels.core import core
@@ -45,6 +47,36 @@ def test_a_prepared_call_gives_and_changes_what_the_op_does(kind):
     found, expected = (pytree.tree_leaves([one(*given), given]) for one, given in ((call, ours), (op, plain)))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+
+
+class Both(TorchDispatchMode):
+    """Does each call of a kernel a second time, prepared, on copies; the two must leave the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        call, twins = prepare(func, args), copies(args)
+        is_like = [t.stride() for t in twins if isinstance(t, torch.Tensor)] == [
+            t.stride() for t in args if isinstance(t, torch.Tensor)
+        ]
+        result = func(*args, **(kwargs or {}))
+        if call is not None and is_like:
+            self.prepared += 1
+            found, expected = pytree.tree_leaves([call(*twins), twins]), pytree.tree_leaves([result, args])
+            for one, other in zip(found, expected, strict=True):
+                if isinstance(other, torch.Tensor):
+                    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        return result
+
+
+@pytest.mark.parametrize("family", fuzz.FAMILIES)
+def test_random_calls_that_are_prepared_give_the_same_bits(family):
+    with Both() as both:
+        for number in range(12):
+            fuzz.check(family, number, fences=False)
+    assert both.prepared or family in ("index", "gradients", "linear", "update")  # of several launches, or not by forms
 
 
 def test_what_a_body_copies_is_left_to_it():
