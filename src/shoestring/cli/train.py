@@ -258,7 +258,8 @@ def _train(
     answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate, "export": export}
     answer |= {"page": str(page) if page else None, "resident": resident}
     whole = parse_bytes(args.budget) if watch else None
-    later = {"saved": str(folder.path), "evaluate": evaluate, "export": export}
+    judged = {"evaluate": evaluate} if session.evaluation else {}  # else there is nothing to evaluate on
+    later = {"saved": str(folder.path), **judged, "export": export}
     later |= {"process": resident_words(**resident, budget_bytes=whole)}
     already = before is not None and before.finished and before.updates == record.updates
     first, *rest = summary(record, already)
