@@ -127,7 +127,7 @@ def _planned(
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
 def __getattr__(name: str) -> Any:

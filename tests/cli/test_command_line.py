@@ -8,7 +8,8 @@ import torch
 
 import shoestring as package
 from shoestring.cli import doctor
-from shoestring.cli.main import main
+from shoestring.cli.main import COMMANDS, _run, main
+from shoestring.cli.options import Parser
 from shoestring.errors import Diverged
 
 
@@ -119,7 +120,12 @@ def test_where_stderr_is_closed_words_do_not_go_to_stdout(monkeypatch, capsys):
 @pytest.mark.parametrize("words, hint", [
     (("profle",), "there is no command 'profle': did you mean profile?"),
     (("evalute", "runs/a"), "did you mean evaluate?"),
-    (("xyz",), "there is no command 'xyz': There are profile, plan, train"),
+    (("xyz",), "there is no command 'xyz': there are profile, plan, train"),
+    (("help", "train"), "did you mean --help?"),
+    (("Train", "wrn-10-1"), "did you mean train?"),
+    (("profile", "vit"), "did you mean vit-tiny?"),
+    (("plan", "wrn-10-1", "--budget", "-5MB"), "'-5MB' is not a size"),
+    (("profile", "wrn-10-1", "--batch", "1000000"), "from 1 to 81,380, as many as 1 GB holds"),
     (("profile", "wrn-10-1", "second"), "takes no further argument 'second'"),
     (("profile", "wrn-27-2"), "try 28"),
     (("profile", "resnet-18"), "did you mean resnet18?"),
@@ -131,6 +137,22 @@ def test_a_word_that_is_nearly_right_is_answered_with_the_right_one(shoestring, 
     monkeypatch.chdir(tmp_path)
     answer = shoestring(*words)
     assert answer.code == 2 and hint in answer.complaint
+
+
+def test_help_tells_the_default_of_every_option_that_has_one(monkeypatch):
+    found = {}
+    monkeypatch.setattr(Parser, "parse_known_args", lambda parser, argv: found.setdefault("parser", parser) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        _run([])
+    [commands] = [action.choices for action in found["parser"]._actions if action.dest == "command"]
+    silent = [
+        f"{name} {action.option_strings[-1]}"
+        for name, parser in commands.items()
+        for action in parser._actions
+        if action.option_strings and action.default not in (None, False, "==SUPPRESS==")
+        if "default" not in (action.help or "")
+    ]
+    assert len(commands) == len(COMMANDS) and not silent
 
 
 def test_the_error_of_a_users_own_code_is_shown_whole(shoestring, user):

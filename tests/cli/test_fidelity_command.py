@@ -29,7 +29,7 @@ def task():
     answer = shoestring("fidelity", model, "--steps", 1, "--codecs", "int8,int2")
     assert answer.code == 0, answer.err
     head, columns, layer, whole, *_ = answer.out.splitlines()
-    assert head == "Sequential: gradients of 1 of 1 steps, compressed against exact: cosine, norm ratio"
+    assert head == "mine.py:task: gradients of 1 of 1 steps, compressed against exact: cosine, norm ratio"
     assert columns.split() == ["layer", "input", "int8", "int2"]
     assert layer.split()[0] == "2" and 0.99 < float(layer.split()[3]) <= 1
     assert whole.startswith("whole gradient")

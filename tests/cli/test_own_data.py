@@ -1,9 +1,13 @@
 """A user's task on a user's batches, from the command line."""
 
+import contextlib
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+
+from shoestring.rates import NOMINAL
 
 MINE = """
 def task(batch=8):
@@ -58,11 +62,39 @@ def test_a_task_trains_on_batches_of_the_users_own_and_is_judged_by_their_loss(t
         assert "valid loss " in answer.out or answer.out.startswith("loss ")
 
 
+def test_a_plan_for_a_task_of_the_users_own_is_taken_by_train_and_a_run_goes_on_from_any_folder(
+    train, shoestring, monkeypatch
+):
+    monkeypatch.setattr("shoestring.measuring.rates.device_rates", lambda: NOMINAL)  # measuring them takes seconds
+    file, folder = Path(train.place), Path(train.place).parent
+    answer = shoestring("plan", f"{train.place}:task", "--budget", "200%", "--output", "plan.json")
+    assert answer.code == 0, answer.err
+    how = ("--plan", "plan.json", "--run", Path.cwd() / "run")
+    answer = train("batches", *how, "--epochs", 1, "--valid", f"{train.place}:validation")
+    assert answer.code == 0, answer.err
+    with contextlib.chdir(folder):  # the same file, by a shorter name
+        named = (f"{file.name}:task", "--data", f"{file.name}:batches", "--valid", f"{file.name}:validation")
+        answer = shoestring("train", *named, "--resume", "--run", how[-1], "--epochs", 2, "--json")
+    assert answer.code == 0 and json.loads(answer.out)["updates"] == 6, answer.err
+
+
+def test_what_must_be_named_again_is_told_in_one_command_that_works(train, shoestring):
+    assert train("batches", "--epochs", 1, "--valid", f"{train.place}:validation", "--run", "run").code == 0
+    for words in (("evaluate", "run"), ("train", "--resume", "--run", "run")):
+        told = shoestring(*words).complaint
+        assert shoestring(*shlex.split(told.split("`")[1])[1:]).code == 0, told
+    assert shoestring("evaluate", "run", f"{train.place}:task", "--valid", f"{train.place}:validation").code == 0
+
+
+def test_without_batches_to_evaluate_on_no_command_is_told_for_it(train):
+    assert "evaluate" not in train("batches", "--epochs", 1, "--run", "run").out
+
+
 def test_sizes_are_given_to_the_functions_that_take_them_and_batches_may_be_made_by_a_generator(train):
     answer = train("batches", "--batch", 5, "--updates", 2, "--json", "--run", "sized")
     found = json.loads(answer.out)
     (told,) = (line for line in answer.err.splitlines() if line.startswith("data "))
-    assert told.endswith(f"the batches of {train.place}:batches")
+    assert told.endswith(f"the batches of {Path(train.place).name}:batches")
     assert found["updates"] == 2 and found["quality"] is None
     assert json.loads(train("generated", "--updates", 4, "--json", "--run", "made").out)["updates"] == 4
 

@@ -337,7 +337,14 @@ def test_a_run_that_diverges_ends_with_exit_code_5(train):
 
 def test_a_folder_that_cannot_be_written_is_told_in_one_line(train, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in complaint(train("--epochs", 1, "--run", "file/run"), code=1)
+    answer = train("--epochs", 1, "--run", "file/run")
+    assert answer.code == 2 and "file is a file, and a run is a folder" in answer.complaint
+
+
+def test_a_folder_without_permission_is_refused_before_anything_is_planned(train, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda place, mode: not mode & os.W_OK)
+    answer = train("--epochs", 1, "--run", "runs/mine")
+    assert answer.code == 2 and "runs/mine cannot be written: no permission in" in answer.complaint
 
 
 def test_built_in_models_train_on_the_embedded_data(train, shoestring):

@@ -9,13 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoestring import Adam, NoPlanFits, ShoestringError, Task
+from shoestring.planning import explain
 from shoestring.planning.search import Search, plan
+from shoestring.planning.shown import needed_bytes
 from shoestring.profiling import profile
 from shoestring.rates import Rates
 from shoestring.reporting.plans import left_out
 from shoestring.techniques.optimizer.factored import SM3
 from shoestring.techniques.registry import REGISTRY
 from shoestring.techniques.technique import Risk
+from shoestring.units import format_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import small
@@ -191,4 +194,15 @@ def test_what_a_higher_risk_would_give_and_cost_is_told():
         plan(task, budget, "exact", RATES)
     told = str(error.value).split("; ")[-1]
     assert told.startswith(f"risk neutral would fit: {words}, ") and told.endswith("--risk neutral")
-    assert f"{found.predicted_time_ratio:.2f}x the time" in told
+    assert f", {format_bytes(needed_bytes(found))}, {found.predicted_time_ratio:.2f}x the time" in told
+
+
+def test_estimates_among_the_reasons_count_objects_as_the_table_does():
+    task = images()
+    search = Search(task, 1 << 60, RATES)
+    option = search.candidates.option((("optimizer", "8bit"), ("microbatch", 4)))
+    less = option.without("microbatch")
+    search.traces.of(option.settings)
+    [told] = [words for words in explain._reasons(search, option, search.traces.plain()) if "microbatch 4" in words]
+    assert told.endswith(f"about {format_bytes(search.estimate(less)[0] + search.objects(less), 2)}")
+    assert search.objects(less) > 0

@@ -449,3 +449,31 @@ def test_it_is_asked_beside_other_techniques_too(other):
     assert apply(make(lambda m, b: (m(b[0]) - b[1]).square().mean()), settings)
     with pytest.raises(ShoestringError, match="do not add up"):
         apply(make(contrastive), settings)
+
+
+class Counting(nn.Module):
+    """Changes a buffer in each training pass: in place, or by another tensor."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 2), how
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training and self.how == "in place":
+            self.passes += 1
+        elif self.training and self.how == "replaced":
+            self.passes = self.passes + 1
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "not at all", "power iteration"])
+def test_a_buffer_that_each_pass_changes_makes_microbatches_neutral_and_is_left_as_it_was(how):
+    model = Counting(how)
+    if how == "power iteration":
+        nn.utils.parametrizations.spectral_norm(model.linear)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    task = Task(model, lambda model, batch: model(batch).square().mean(), torch.randn(8, 4), SGD(lr=0.1))
+    assert microbatch.risk(task, 2) == (Risk.EXACT if how == "not at all" else Risk.NEUTRAL)
+    assert ("is changed by each pass" in microbatch.evidence(task, 2)) == (how != "not at all")
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

@@ -258,11 +258,7 @@ def test_two_processes_cannot_train_in_one_folder(tmp_path):
 def test_a_finished_run_can_be_resumed_and_changes_nothing(tmp_path):
     how = {"epochs": 3, "average": 2, "evaluation": right_answers(), "run": tmp_path / "run"}
     train(task(), Noise(), **how)
-    before = {
-        path: path.read_bytes()
-        for path in (tmp_path / "run").rglob("*")
-        if path.name != "record.json" and path.is_file()
-    }
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     record = train(task(), Noise(), resume=True, **how)
     assert record.finished and before == {path: path.read_bytes() for path in before}
 
@@ -478,6 +474,21 @@ def test_seconds_and_measured_bytes_are_in_a_log_of_their_own_that_a_resumed_run
     assert {line["update"] for line in lines if "bytes" in line} >= {1, 2} and all(
         line.get("seconds", 0) >= 0 for line in lines
     )
+
+
+def test_a_run_that_is_made_longer_and_stopped_is_not_called_finished(tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(event):
+        if isinstance(event, Updated) and event.update == 12:
+            raise Stopped
+
+    train(task(), Noise(), epochs=1, run=tmp_path / "run")
+    with pytest.raises(Stopped):
+        train(task(), Noise(), epochs=3, run=tmp_path / "run", resume=True, listeners=[stop])
+    record = read_record(tmp_path / "run" / "record.json")
+    assert record.updates == 10 and not record.finished
 
 
 def test_a_run_whose_schedule_is_not_stretched_can_be_made_longer_and_ends_as_if_it_had_been(tmp_path):

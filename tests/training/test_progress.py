@@ -119,9 +119,10 @@ def test_the_summary_says_the_whole_truth_about_memory(changes, words):
 
 def test_the_plan_in_use_is_told_on_one_line_with_its_risk_and_its_cost():
     plan = Plan(precision="fp16", microbatch=10, budget_bytes=5_000_000, predicted_peak_bytes=4_306_000,
-                predicted_time_ratio=0.88)  # fmt: skip
+                predicted_time_ratio=0.88, object_bytes=170_000)  # fmt: skip
     words = (
-        "precision fp16, microbatch 10 (risk neutral, predicted 4.306 MB of 5.000 MB, 0.88x the time of plain training)"
+        "precision fp16, microbatch 10 (risk neutral, predicted 4.306 MB of tensors + 170 KB of Python objects "
+        "of 5.000 MB, 0.88x the time of plain training)"
     )
     assert plan_words(plan, "neutral") == words
     assert plan_words(Plan(), "exact") == "no technique: plain PyTorch"

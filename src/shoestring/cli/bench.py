@@ -75,7 +75,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     best = min((name for name, way in plain.items() if way.eager), key=lambda name: rows[name]["seconds_per_step"])
     fastest, lean = rows[best], rows["lean"]
     return {
-        "task": blank.name or args.model,
+        "task": blank.name,
         **rows,
         "runs": list(rows),
         "best_eager": best,

@@ -4,7 +4,7 @@ import argparse
 from contextlib import nullcontext
 from typing import Any
 
-from .model import users_code
+from .model import is_function, users_code
 from .options import add_threads, command, path_name, print_json
 from .recorded import add_run, opened, session_of
 
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         save = chosen_save(folder, args.weights)
         if args.weights == "averaged":
             averaged_file(folder)  # refused before any work
+        if args.data is None and is_function(args.valid):
+            args.data = args.valid  # what it was trained on is not needed
         session = session_of(args, folder)
         evaluation = session.evaluation
         if evaluation is None:

@@ -23,16 +23,20 @@ def add(subparsers: Any) -> None:
     purpose = "train briefly and compare the gradients of compressed activations with exact ones"
     parser = command(subparsers, "fidelity", run, purpose, EXAMPLES)
     add_model(parser)
-    parser.add_argument("--codecs", default=CODECS, metavar="C,...", help=f"what to compare (default {CODECS})")
-    parser.add_argument("--steps", type=whole_number(1, 10**6), default=20, metavar="N", help="updates (default 20)")
+    parser.add_argument("--codecs", default=CODECS, metavar="C,...", help=f"what to compare (default: {CODECS})")
+    parser.add_argument("--steps", type=whole_number(1, 10**6), default=20, metavar="N", help="updates (default: 20)")
     parser.add_argument(
-        "--every", type=whole_number(1, 10**6), default=5, metavar="M", help="compare in each M-th step (default 5)"
+        "--every", type=whole_number(1, 10**6), default=5, metavar="M", help="compare in each M-th step (default: 5)"
     )
     parser.add_argument(
         "--data", type=path_name, metavar="DIR", help="train on this data, not on the model's one example batch"
     )
-    parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
-    parser.add_argument("--threads", type=whole_number(1, 1024), metavar="N", help="threads that train")
+    parser.add_argument(
+        "--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it: .svg, .png or .pdf"
+    )
+    parser.add_argument(
+        "--threads", type=whole_number(1, 1024), metavar="N", help="threads to use (default: all cores)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError
-from .model import is_builtin, is_function, load_batches, load_task
+from .model import is_builtin, is_function, load_batches, load_task, short_name
 from .options import given
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _users(args: argparse.Namespace) -> "Job":
         valid = getattr(args, "valid", None)
         batches = load_batches(args.data, given(args, "batch", "tokens"))
         judged = load_batches(valid, given(args, "batch", "tokens")) if valid else None
-        return OwnJob(task.with_(name=task.name or args.model), batches, judged, args.data, args.seed)
+        return OwnJob(task, batches, judged, short_name(args.data), args.seed)
     if not takes_images(task):
         raise ShoestringError(
             f"{args.model!r} does not train on images (n, channels, height, width) and labels (n), which is what "
@@ -105,7 +105,7 @@ def _users(args: argparse.Namespace) -> "Job":
         )
     channels, size = task.batch[0].shape[1:3]
     images = open_images(args.data, channels=channels, size=size)
-    return image_job(task.with_(name=task.name or args.model), images, args.seed)
+    return image_job(task, images, args.seed)
 
 
 def _refuse_functions(args: argparse.Namespace) -> None:

@@ -50,6 +50,12 @@ def is_builtin(text: str) -> bool:
     return ":" not in text and not text.endswith(".py")
 
 
+def short_name(text: str) -> str:
+    """file.py:function without the folders in front: its name, wherever a command is started."""
+    place, colon, function = text.rpartition(":")
+    return f"{Path(place).name}:{function}" if colon and place.endswith(".py") else text
+
+
 def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
     """MODEL, the sizes asked for (batch or tokens) and the device of a built-in model -> the Task."""
     if is_builtin(text):
@@ -61,7 +67,8 @@ def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
         raise ShoestringError(f"{text!r} names no function: write it as file.py:function")
     with users_code(text):
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
-        return _call(_function(module, name, place), text, sizes)
+        task = _call(_function(module, name, place), text, sizes)
+    return task if task.name else task.with_(name=short_name(text))  # one name, whatever command it is given to
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'MODEL':<18} {'parameters':>10}  {'trained by':<10}  size of a batch  what it is")
     for row in rows:
         millions = f"{row['parameters'] / 1e6:.2f} M"
-        print(f"{row['name']:<18} {millions:>10}  {row['trained_by']:<10}  --{row['size'] + ' N':<14}  {row['about']}")
+        print(f"{row['name']:<18} {millions:>10}  {row['trained_by']:<10}  --{row['size'] + ' N':<13}  {row['about']}")
     print(
         "WideResNets of any depth and width are built in as wrn-DEPTH-WIDTH, with a depth of 6n + 4, such as wrn-10-1."
     )

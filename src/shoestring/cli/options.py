@@ -27,13 +27,14 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
+        self._negative_number_matcher = re.compile(r"^-\d")  # -5MB is a wrong value of its option, not another option
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"argument COMMAND: invalid choice: '(.*?)' \(choose from (.*)\)", message):
             commands = [name.strip(" '") for name in wrong[2].split(",")]
-            close = difflib.get_close_matches(wrong[1], commands, n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            message = f"there is no command {wrong[1]!r}: {hint}There are {', '.join(commands)}"
+            close = difflib.get_close_matches(wrong[1].lower(), [*commands, "--help", "--version"], n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}? There are" if close else "there are"
+            message = f"there is no command {wrong[1]!r}: {hint} {', '.join(commands)}"
         raise WrongUsage(f"{message}; see `{self.prog} --help`")
 
 
@@ -42,7 +43,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def command(subparsers: Any, name: str, run: Run, help: str, examples: Sequence[str] = ()) -> Parser:
     """A command's name, function, purpose and examples -> its parser, with --json."""
-    lines = [f"shoestring {name} {words}" for words in examples]
+    lines = [f"shoestring {name} {words}".rstrip() for words in examples]
     parser = subparsers.add_parser(
         name,
         help=help,
@@ -57,11 +58,16 @@ def command(subparsers: Any, name: str, run: Run, help: str, examples: Sequence[
 
 def add_techniques(parser: argparse.ArgumentParser) -> None:
     """The techniques in a plan's words, for every command that takes them."""
-    about = "a value, and after it further settings of the technique as VALUE,KEY=VALUE,...; lists are joined by +"
+    about = (
+        "a value, and after it further settings of the technique as VALUE,KEY=VALUE,...; lists are joined by + "
+        "(default: none, or what a --budget chooses)"
+    )
     group = parser.add_argument_group("techniques", about)
     for word in WORDS:
         further = f" (KEY: {', '.join(word.further)})" if word.further else ""
-        group.add_argument(f"--{word.name}", type=_value_of(word), metavar=word.metavar, help=word.help + further)
+        group.add_argument(
+            f"--{word.name}", type=_value_of(word), metavar=word.metavar, help=(word.help + further).replace("%", "%%")
+        )
 
 
 def _value_of(word: Word) -> Callable[[str], Any]:

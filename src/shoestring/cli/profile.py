@@ -42,8 +42,9 @@ def add(subparsers: Any) -> None:
     add_model(parser)
     rules = "count as allocated (default), or as in the paper"
     parser.add_argument("--rules", choices=("real", "paper"), default="real", help=rules)
-    parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help="draw it")
-    parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down")
+    drawn = "draw it: .svg, .png or .pdf"
+    parser.add_argument("--figure", type=output_file(".svg", ".png", ".pdf"), metavar="FILE", help=drawn)
+    parser.add_argument("--ledger", type=output_file(".json"), metavar="FILE", help="write all storages down, as .json")
     beside = "the same model under a plan beside it, from a file of `shoestring plan`"
     parser.add_argument("--compare", type=some_path, metavar="PLAN", help=beside)
     parser.add_argument("--no-calibrate", action="store_true", help="leave PyTorch's own scratch unknown")

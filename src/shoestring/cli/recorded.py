@@ -1,6 +1,7 @@
 """The command that trained a run, kept in its record: later commands need the folder of the run alone."""
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,9 +66,8 @@ def recall(args: argparse.Namespace, folder: "RunFolder") -> None:
     lengths = {"epochs", "updates"}
     if any(getattr(args, name, None) is not None for name in lengths):
         before = {name: value for name, value in before.items() if name not in lengths}
+    _refuse_code({name: before[name] for name in ("model", "data", "valid") if name in before}, args, folder)
     for name, value in before.items():
-        if name in ("model", "data", "valid") and getattr(args, name, None) is None:
-            _refuse_code(name, value, args)
         if getattr(args, name, None) == defaults.get(name):
             setattr(args, name, value)
     if args.model is None:
@@ -105,13 +105,20 @@ def _is_taken(action: argparse.Action | None, value: Any) -> bool:
     return action.choices is None or parsed in action.choices
 
 
-def _refuse_code(name: str, value: str, args: argparse.Namespace) -> None:
-    if ":" in value:
-        what = "MODEL" if name == "model" else f"--{name}"
-        raise ShoestringError(
-            f"the run was trained with your own code, {value}, which is not run because a file names it: "
-            f"give {what} again, as in `{args.parser.prog} ... {'' if name == 'model' else what + ' '}{value}`"
-        )
+def _refuse_code(before: dict[str, str], args: argparse.Namespace, folder: "RunFolder") -> None:
+    """Refuses to run what only a file names, and tells the whole command."""
+    code = {name: value for name, value in before.items() if ":" in value}
+    missing = [value for name, value in code.items() if getattr(args, name, None) is None]
+    if not missing:
+        return
+    given_or = {name: getattr(args, name, None) or value for name, value in code.items()}
+    place = ["--resume", "--run", str(folder.path)] if args.command == "train" else [str(folder.path)]
+    model = [given_or.pop("model")] if "model" in given_or else []
+    rest = [word for name, value in given_or.items() for word in (f"--{name}", value)]
+    raise ShoestringError(
+        f"the run was trained with your own code, {' and '.join(missing)}, which is not run because a file names it: "
+        f"name it again, as in `{shlex.join([*args.parser.prog.split(), *place, *model, *rest])}`"
+    )
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -19,9 +19,15 @@ HELP = "the folder of a run (two are compared), a study's name, or a file of `sh
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "report", run, "write a page of a run or a study, for any browser", EXAMPLES)
     parser.add_argument("subjects", type=path_name, nargs="+", metavar="RUN_OR_STUDY", help=HELP)
-    parser.add_argument("--scale", choices=("memory", "small", "full"), default="memory", help="of a study")
     parser.add_argument(
-        "--store", type=some_path, default=Path("runs/studies"), metavar="DIR", help="of a study's results"
+        "--scale", choices=("memory", "small", "full"), default="memory", help="of a study (default: memory)"
+    )
+    parser.add_argument(
+        "--store",
+        type=some_path,
+        default=Path("runs/studies"),
+        metavar="DIR",
+        help="of a study's results (default: runs/studies)",
     )
     parser.add_argument("--data", type=path_name, metavar="DIR", help="the data that a study was trained on")
     parser.add_argument(

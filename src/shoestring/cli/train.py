@@ -91,7 +91,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the recipe (what is not given is the model's own)")
-    group.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help="default: 0")
+    seed = "of the weights and of the order of the data (default: 0)"
+    group.add_argument("--seed", type=whole_number(0, 2**63 - 1), default=0, metavar="N", help=seed)
     lr = "learning rate (default: the one that the paper found for the network and its sparsity, else the task's)"
     group.add_argument("--lr", type=number(0, 1e6), metavar="X", help=lr)
     decay = "weight decay (default: the task's)"
@@ -257,7 +258,8 @@ def _train(
     answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate, "export": export}
     answer |= {"page": str(page) if page else None, "resident": resident}
     whole = parse_bytes(args.budget) if watch else None
-    later = {"saved": str(folder.path), "evaluate": evaluate, "export": export}
+    judged = {"evaluate": evaluate} if session.evaluation else {}  # else there is nothing to evaluate on
+    later = {"saved": str(folder.path), **judged, "export": export}
     later |= {"process": resident_words(**resident, budget_bytes=whole)}
     already = before is not None and before.finished and before.updates == record.updates
     first, *rest = summary(record, already)

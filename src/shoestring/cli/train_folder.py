@@ -1,6 +1,7 @@
 """The folder of a run that `train` starts or resumes: refused before any work if it is the wrong one."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,8 +35,7 @@ def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
     """Whether the run in the folder is resumed: "yes" or ""."""
     from ..distributed import is_restarted
 
-    if folder.path.exists() and not folder.path.is_dir():
-        raise ShoestringError(f"{folder.path} is a file, and a run is a folder: name another with --run")
+    _check_writable(folder.path)
     exists = folder.record_path.exists()
     resume = args.resume or (exists and is_restarted())
     if resume and not exists:
@@ -47,6 +47,15 @@ def _checked(folder: "RunFolder", args: argparse.Namespace) -> str:
     if resume:
         _ask_to_start_over(folder, args)
     return "yes" if resume else ""
+
+
+def _check_writable(path: Path) -> None:
+    """Refuses a folder that could not be written, before anything is planned for it."""
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ShoestringError(f"{there} is a file, and a run is a folder: name another with --run")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ShoestringError(f"{path} cannot be written: no permission in {there}; name another folder with --run")
 
 
 def _ask_to_start_over(folder: "RunFolder", args: argparse.Namespace) -> None:

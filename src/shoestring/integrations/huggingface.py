@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..planning.plan import Plan
 from ..randomness import unmoved
 from ..records import file_bytes
@@ -24,6 +23,11 @@ from ..runs.state import has_extra_state
 from ..task import Task
 from ..techniques.microbatch import verdict
 from .guest import Guest, GuestOptimizer, move_scheduler
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+except ImportError as error:
+    raise ImportError(f"a LeanTrainer needs transformers and accelerate: {how_to_install('integrations')}") from error
 
 PLAN_NAME = "shoestring_plan.json"  # in each checkpoint, so that a resumed run goes on under the same plan
 logger = logging.getLogger(__name__)

@@ -12,19 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
-from ..errors import ShoestringError
+from ..errors import ShoestringError, how_to_install
 from ..items import counted
 from ..planning.plan import Plan
 from ..randomness import unmoved
 from ..runs.state import has_extra_state
 from ..task import Task
 from .guest import Guest, GuestOptimizer, move_scheduler
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import _configure_optimizers
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+except ImportError as error:
+    raise ImportError(f"this callback needs lightning: {how_to_install('integrations')}") from error
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ def on_meta(build: Callable[..., nn.Module], *sizes: Any) -> nn.Module:
         return build(*sizes)
 
 
-def check_count(what: str, count: int, largest: int, least: int = 1) -> None:
-    """Raises unless `count` is a whole number from `least` to `largest`."""
+def check_count(what: str, count: int, largest: int, least: int = 1, why: str = "") -> None:
+    """Raises unless `count` is a whole number from `least` to `largest`; `why` tells why no more."""
     if not isinstance(count, int) or isinstance(count, bool) or not least <= count <= largest:
-        raise ShoestringError(f"{what} {count} is out of range: give a whole number from {least} to {largest:,}")
+        most = f"{largest:,}, {why}" if why else f"{largest:,}"
+        raise ShoestringError(f"{what} {count} is out of range: give a whole number from {least} to {most}")
 
 
 def materialise(model: nn.Module, device: str | torch.device = "cpu", seed: int = 0) -> nn.Module:

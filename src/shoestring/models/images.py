@@ -67,7 +67,7 @@ def random_images(generator: torch.Generator, batch: int, classes: int, image: i
     """Random images (batch, 3, image, image) and their labels (batch,)."""
     check_count("image", image, 8192)
     check_count("classes", classes, 10**6)
-    check_count("batch", batch, MOST_BATCH_BYTES // (4 * 3 * image**2))
+    check_count("batch", batch, MOST_BATCH_BYTES // (4 * 3 * image**2), why="as many as 1 GB holds")
     images = torch.randn(batch, 3, image, image, generator=generator)
     return images, torch.randint(classes, (batch,), generator=generator)
 

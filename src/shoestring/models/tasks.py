@@ -83,8 +83,9 @@ def is_known(name: str) -> bool:
 
 def _nearest(name: str) -> str:
     """The built-in name that was probably meant; "" if none is near. Case and hyphens do not count."""
-    plain = {re.sub(r"[\W_]", "", known): known for known in CATALOGUE}
-    close = difflib.get_close_matches(re.sub(r"[\W_]", "", name.lower()), plain, n=1, cutoff=0.75)
+    plain, bare = {re.sub(r"[\W_]", "", known): known for known in CATALOGUE}, re.sub(r"[\W_]", "", name.lower())
+    close = difflib.get_close_matches(bare, plain, n=1, cutoff=0.75)
+    close = close or [known for known in plain if bare and known.startswith(bare)]  # vit: vit-tiny
     return plain[close[0]] if close else ""
 
 

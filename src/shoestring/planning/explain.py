@@ -79,7 +79,8 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
         elif not search.traces.known_base(less.settings) and (least := search.lower_bound(less)) > search.budget:
             yield f"{name} {in_words(value)}: without it at least {format_bytes(least, 2)}"
         elif search.traces.base(search.traces.key(less.settings)) is not None:
-            yield f"{name} {in_words(value)}: without it about {format_bytes(search.estimate(less)[0], 2)}"
+            about = search.estimate(less)[0] + search.objects(less)  # objects included, as in every figure
+            yield f"{name} {in_words(value)}: without it about {format_bytes(about, 2)}"
     yield from _evidence(search, option.settings)
     if (more := Risk(min(option.risk + 1, max(Risk)))) > option.risk:
         name = more.name.lower()
@@ -204,7 +205,7 @@ def nothing_fits(search: "Search", allowed: Risk) -> NoPlanFits:
     more = _more_risk(search, allowed) or "or try a smaller batch or model"
     words = [
         f"no plan of risk {allowed.name.lower()} fits {format_bytes(search.budget)}: the least that works is "
-        f"{budget_words(traced.needed_bytes)}, {tensors} of tensors and {objects} of Python's objects "
+        f"{budget_words(traced.needed_bytes)}, {tensors} of tensors and {objects} of Python objects "
         f"({words_for(settings)}), filled by {fills}",
         *_missing(search),
         f"use --budget {budget_words(traced.needed_bytes)}",
@@ -228,7 +229,7 @@ def _more_risk(search: "Search", allowed: Risk) -> str:
             risky = tuple(pair for pair in option.settings if search.candidates.risk(*pair) == level)
             costs = "".join(f" ({words})" for words in _evidence(search, risky))
             return (
-                f"risk {level.name.lower()} would fit: {option}, {format_bytes(traced.peak_bytes)}, "
+                f"risk {level.name.lower()} would fit: {option}, {format_bytes(traced.needed_bytes)}, "
                 f"{search.time_ratio(option):.2f}x the time{costs}: add --risk {level.name.lower()}"
             )
     if allowed < max(Risk):

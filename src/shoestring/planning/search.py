@@ -318,18 +318,19 @@ class Search:
         return (self.seconds(option) or 0.0) / (self.seconds(PLAIN) or 1.0)
 
     def smallest(self, allowed: Risk) -> Settings:
-        """The allowed settings with the smallest traced peak.
+        """The allowed settings with the smallest traced peak; of equals, the fastest.
 
         Options are traced by their estimates, the smallest first, until no other could need less than the best found.
         """
         options = [option for level in Risk if level <= allowed for option in self.candidates.at(level)]
+        option_of = self.candidates.option
         self.traces.of(())
         traced = {s: p.needed_bytes for s, p in self.traces.profiles.items()
-                  if p is not None and self.candidates.option(s).risk <= allowed}  # fmt: skip
+                  if p is not None and option_of(s).risk <= allowed}  # fmt: skip
         heap = [(self.lower_bound(option), number, option) for number, option in enumerate(options)]
         heapq.heapify(heap)
         while True:
-            smallest = min(traced, key=lambda settings: traced[settings])
+            smallest = min(traced, key=lambda settings: (traced[settings], self.time_ratio(option_of(settings))))
             if heap and heap[0][0] < traced[smallest]:
                 self._look_for_less(heap, traced)
             elif (found := self.traces.of(smallest)) is not None and self.traces.calibrated(found):

@@ -23,7 +23,8 @@ def plan_words(plan: "Plan", risk: str) -> str:
     known = [f"risk {risk}"] if plan.techniques() else []
     if plan.predicted_peak_bytes is not None:
         budget = f" of {format_bytes(plan.budget_bytes)}" if plan.budget_bytes else ""
-        known.append(f"predicted {format_bytes(plan.predicted_peak_bytes)}{budget}")
+        objects = f" + {format_bytes(plan.object_bytes, 2)} of Python objects" if plan.object_bytes else ""
+        known.append(f"predicted {format_bytes(plan.predicted_peak_bytes)} of tensors{objects}{budget}")
     if plan.predicted_time_ratio is not None:
         known.append(f"{plan.predicted_time_ratio:.2f}x the time of plain training")
     return f"{words} ({', '.join(known)})" if known else words

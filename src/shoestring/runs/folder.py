@@ -129,6 +129,7 @@ class RunFolder:
             budget_bytes=record.budget_bytes,
             command=record.command or before.command,
             data_fingerprint=record.data_fingerprint or before.data_fingerprint,
+            finished=before.finished and before.updates == record.settings["updates"],  # not if it goes on for longer
         )
 
     def record(self) -> RunRecord:

@@ -19,7 +19,7 @@ from .words import COUNT, NAMES, NUMBER, PERCENT, SEED, SWITCH, TEXT, Word, one_
 
 WORDS = (
     Word(
-        "nonzero", "sparsity", "percentage of nonzero weights", "P",
+        "nonzero", "sparsity", "percentage of nonzero weights: 30 is a sparsity of 70%", "P",
         {"nonzero": PERCENT, "method": TEXT, "layers": NAMES, "fraction": NUMBER, "fraction_multiplier": NUMBER,
          "frequency_multiplier": NUMBER, "updates": COUNT, "positions": TEXT, "seed": SEED},
         nothing=100,
@@ -29,10 +29,14 @@ WORDS = (
         {"form": one_of("fp32", "fp16", "bf16")}, nothing="fp32",
     ),
     Word(
-        "optimizer", "optimizer", "8bit, fp16, bf16, no-gradient, sm3, adafactor, joined by +", "O", {"words": TEXT}
+        "optimizer", "optimizer",
+        "lean forms of SGD and Adam: 8bit, fp16, bf16, no-gradient, 8bit-gradient, sm3, adafactor, joined by +", "O",
+        {"words": TEXT},
     ),
     Word(
-        "checkpoint", "checkpoint", "none, no-bn, every-M, residual-M, residual-M*, optimal or optimal-SIZE", "C",
+        "checkpoint", "checkpoint",
+        "what is recomputed: none, no-bn, every-M, residual-M, residual-M*, residual-M**, optimal or optimal-SIZE",
+        "C",
         {"strategy": TEXT, "blocks": NAMES}, nothing="none",
     ),
     Word(
@@ -41,7 +45,7 @@ WORDS = (
         {"rules": TEXT},
     ),
     Word(
-        "microbatch", "microbatch", "examples (or tokens) at a time", "N",
+        "microbatch", "microbatch", "gradient accumulation: examples (or tokens) at a time", "N",
         {"size": COUNT, "by": TEXT, "simulated": SWITCH},
     ),
     Word(

@@ -22,7 +22,7 @@ def begin(run: Training, resume: bool, start_over: bool) -> None:
     if not resume:
         new = new.with_(run_id=run_id(run.lean.model, new.settings, new.data_fingerprint))
     run.record = agreed(run.world, lambda: folder.begin(new, run.lean.plan, resume, stretched) if run.leads else new)
-    run.seconds_before = run.record.seconds
+    run.seconds_before, run.was_finished = run.record.seconds, run.record.finished
     run.folder = folder = folder.of(run.record)
     agreed(run.world, lambda: _require_saves(run, folder, start_over) if run.leads else None)
     save = newest(folder, run.world)

@@ -76,7 +76,7 @@ class Training:
         self.best_quality: float | None = None
         self.best_update: int | None = None
         self.saved = (0, 0)  # `update` and `evaluated` at the newest save
-        self.seconds_before = 0.0
+        self.seconds_before, self.was_finished = 0.0, False
         self.started = self.saved_at = time.monotonic()
 
     def groups(self) -> dict[str, Stateful]:
@@ -138,10 +138,11 @@ class Training:
 
     def write_record(self) -> None:
         measured = self.budget.measured
+        now = 0.0 if self.was_finished else time.monotonic() - self.started
         self.record = self.record.with_(
             updates=self.update,
             skipped=self.skipped,
-            seconds=self.seconds_before + time.monotonic() - self.started,
+            seconds=self.seconds_before + now,
             quality=self.quality,
             best_quality=self.best_quality,
             best_update=self.best_update,

@@ -10,8 +10,8 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,11 +38,13 @@ ROUNDING = 16  # epsilons that a loss may be off by, in batches of another size
 
 @dataclass(frozen=True)
 class Verdict:
-    """`adds_up` is None where nobody can know; `items` is the count by which pieces add up, if it is not the usual."""
+    """`adds_up` is None where nobody can know; `items` is the count by which pieces add up, if it is not the usual;
+    `changes` is a buffer that each pass changes, and so each microbatch: a counter, a power iteration."""
 
     adds_up: bool | None
     reason: str = ""
     items: Count | None = None
+    changes: str = ""
 
 
 class Sample(NamedTuple):
@@ -120,7 +122,8 @@ def _judge(task: Task, split: Split) -> Verdict:
         return Verdict(False, f"the loss of a few examples of the batch fails ({type(error).__name__}: {words})")
     if len(samples) > 1:
         return _judge_draws(task, samples, pieces)
-    return _judge_sample(task, samples[0], pieces, counts)
+    found = _judge_sample(task, samples[0], pieces, counts)
+    return replace(found, changes=_changed(task, batches[0])) if found.adds_up else found
 
 
 def _unknowable(task: Task) -> str:
@@ -232,6 +235,26 @@ def _ask(task: Task, batches: Sequence[Batch], watch: "Watch") -> list[Sample]:
     return [first, *(sample(seed) for seed in range(1, DRAWS))]
 
 
+def _changed(task: Task, batch: Batch) -> str:
+    """A buffer that a pass changes, in the modes that the modules have, batch norm's apart; "" if none is found."""
+    norms = {id(buffer) for module in task.model.modules() if isinstance(module, _BatchNorm)
+             for buffer in module.buffers()}  # fmt: skip
+    before = {name: buffer for name, buffer in task.model.named_buffers() if id(buffer) not in norms}
+    with (
+        suppress(Exception),
+        undisturbed(task.model) as watch,
+    ):  # what fails here fails in a step, which tells it better
+        if before:
+            _loss(task, batch, seed=0)
+        now = dict(task.model.named_buffers())
+        return next((name for name, buffer in before.items() if not _is_same(now.get(name), watch.before(buffer))), "")
+    return ""
+
+
+def _is_same(buffer: Tensor | None, before: Tensor) -> bool:
+    return buffer is before or (buffer is not None and torch.equal(buffer.detach(), before.detach()))
+
+
 def _loss(task: Task, batch: Batch, seed: int) -> float:
     with seeded(seed), ExitStack() as stack:
         for context in task.contexts:
@@ -319,6 +342,12 @@ class Watch(TorchDispatchMode):
     def _save(self, home: int | None) -> None:
         if home in self.homes and home not in self.saved:
             self.saved[home] = [tensor.detach().clone() for tensor in self.homes[home]]
+
+    def before(self, tensor: Tensor) -> Tensor:
+        """A tensor of the model as it was before it was written to, if it was."""
+        home = _home(tensor)
+        places = [place for place, other in enumerate(self.homes.get(home, ())) if other is tensor]
+        return self.saved[home][places[0]] if home in self.saved and places else tensor
 
     def restore(self) -> None:
         for home, saved in self.saved.items():
