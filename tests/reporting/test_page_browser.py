@@ -12,7 +12,9 @@ from shoestring.reporting.page import page_data, page_html, run_data, study_data
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
 HOW = "`apt-get install chromium chromium-driver` gets them on Debian"
-DRAWN = "requestAnimationFrame(() => requestAnimationFrame(arguments[{}]))"  # the second frame has the first one's layout
+DRAWN = (
+    "requestAnimationFrame(() => requestAnimationFrame(arguments[{}]))"  # the second frame has the first one's layout
+)
 
 
 @pytest.fixture(scope="module")
