@@ -11,18 +11,18 @@ demo: $(READY)
 	$(BIN)/python benchmarks/demo.py
 
 test: $(READY) lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 	$(MAKE) test-cores
 
-# A few tests of kernels and of the contract on the cores that this machine would not choose.
+# A few tests of kernels and of the contract on the cores that this machine would not choose: a process per core, two at a
+# time, since starting workers for each would take longer than the tests.
 CORES_QUICK := tests/kernels/test_core.py tests/kernels/test_bitmask.py tests/kernels/test_norm.py \
   tests/kernels/test_gradients.py tests/kernels/test_linear.py tests/contract/test_exactness.py
+CORES := "generic $(CORES_QUICK)" "torch $(CORES_QUICK)" $(if $(filter x86_64,$(shell uname -m)),"lanes16 tests/kernels")
 test-cores: $(READY)
-	$(BIN)/python -m pytest -rs -m slow tests/kernels/test_cross_compile.py
-	for core in generic torch; do \
-	  SHOESTRING_CORE=$$core $(BIN)/python -m pytest -n 2 $(CORES_QUICK) -k "not contract or mlp or wrn-no-bn or wrn-nonzero" || exit 1; \
-	done
-	case $$(uname -m) in x86_64) SHOESTRING_CORE=lanes16 $(BIN)/python -m pytest -n 2 tests/kernels || exit 1;; esac
+	$(BIN)/python -m pytest -n 2 -rs -m slow tests/kernels/test_cross_compile.py
+	printf '%s\n' $(CORES) | xargs -P 2 -L 1 sh -c 'SHOESTRING_CORE=$$0 $(BIN)/python -m pytest "$$@" \
+	  -k "not contract or mlp or wrn-no-bn or wrn-nonzero or wrn-everything"'
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout=3600

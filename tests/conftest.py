@@ -3,6 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoestring.measuring import rates
+from shoestring.rates import NOMINAL
+
 ONE_THREAD = {"contract", "distributed", "faults", "generated", "techniques", "training"}  # folders
 
 
@@ -14,3 +17,11 @@ def one_thread(request):
         torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def rates_of_no_machine():
+    """No timing decides a test; and measuring takes ten seconds for each cache folder and number of threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rates, "device_rates", lambda: NOMINAL)
+        yield

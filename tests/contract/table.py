@@ -1,8 +1,9 @@
 """The table of the contract: small tasks of every kind of model, and the plans that each must pass with."""
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 
@@ -126,6 +127,19 @@ PLANS = {
     ),
 }
 CELLS = [(model, plan) for plan, (models, _) in PLANS.items() for model in models]
+
+
+def _in_turn() -> list[tuple[str, str]]:
+    turns, plans = dict.fromkeys(TASKS, 0), [model for model, _ in CELLS]
+    found = []
+    for plan, (models, _) in PLANS.items():
+        model = min(models, key=lambda model: (turns[model], plans.count(model)))
+        turns[model] += 1
+        found.append((model, plan))
+    return found
+
+
+IN_TURN = _in_turn()  # each plan on one of its models, each model in turn: these are quick, and all others slow
 # By word: a value that sets every setting of the technique, and how the command line says it.
 EVERY_SETTING = {
     "nonzero": (
@@ -173,6 +187,11 @@ COARSE = ("int2", "pool2", "pool4+int2")  # how near they come is what `shoestri
 SPARSE = [cell for cell in CELLS if PLANS[cell[1]][1].nonzero]
 NEAR_CELLS = [cell for cell in CELLS if cell[1] in NEAR]
 EXACT_CELLS = [cell for cell in CELLS if cell not in SPARSE and cell[1] not in (*NEAR, *OTHER_METHODS, *COARSE)]
+
+
+def rows(cells: list[tuple[str, str]]) -> list[Any]:
+    """Cells as parameters of a test: those that are not of the quick ones are slow."""
+    return [pytest.param(*cell, marks=() if cell in IN_TURN else pytest.mark.slow) for cell in cells]
 
 
 def task(model: str) -> Task:

@@ -10,7 +10,21 @@ from typing import Any
 import pytest
 import torch
 from runs import Run, apart, astray, distance, doubled, held_at_zero, rounded, run, went
-from table import CELLS, EXACT_CELLS, NEAR, NEAR_CELLS, NORMED, OTHER_METHODS, PLANS, REORDERED, SPARSE, lean, task
+from table import (
+    CELLS,
+    EXACT_CELLS,
+    IN_TURN,
+    NEAR,
+    NEAR_CELLS,
+    NORMED,
+    OTHER_METHODS,
+    PLANS,
+    REORDERED,
+    SPARSE,
+    lean,
+    rows,
+    task,
+)
 
 from shoestring import Plan, Task, apply
 
@@ -38,7 +52,7 @@ def made(model: str, double: bool) -> Task:
 GRADIENTS = [cell for cell in EXACT_CELLS if PLANS[cell[1]][1].optimizer is None]  # a lean one uses them up
 
 
-@pytest.mark.parametrize(("model", "plan"), GRADIENTS)
+@pytest.mark.parametrize(("model", "plan"), rows(GRADIENTS))
 def test_gradients_in_fp64_are_those_of_plain_autograd(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert len(lean.gradients) == 2
@@ -46,7 +60,7 @@ def test_gradients_in_fp64_are_those_of_plain_autograd(model, plan):
         assert distance(found, wanted) < 1e-10
 
 
-@pytest.mark.parametrize(("model", "plan"), GRADIENTS)
+@pytest.mark.parametrize(("model", "plan"), rows(GRADIENTS))
 def test_gradients_in_fp32_are_as_near_to_fp64_as_plain_autograds(model, plan):
     own, lean = plain_and_lean(model, plan, double=False)
     wanted, _ = plain_and_lean(model, plan, double=True)
@@ -54,21 +68,21 @@ def test_gradients_in_fp32_are_as_near_to_fp64_as_plain_autograds(model, plan):
         assert apart(found, exact) <= 2 * apart(plains, exact) + ULPS
 
 
-@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(EXACT_CELLS))
 def test_weights_in_fp32_are_as_near_to_fp64_as_those_of_plain_training(model, plan):
     own, lean = plain_and_lean(model, plan, double=False)
     wanted, _ = plain_and_lean(model, plan, double=True)
     assert astray(lean, wanted) <= 2 * astray(own, wanted) + ULPS
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in GRADIENTS if cell[0] not in REORDERED])
+@pytest.mark.parametrize(("model", "plan"), rows([cell for cell in GRADIENTS if cell[0] not in REORDERED]))
 def test_gradients_in_fp32_are_plain_autograds_to_the_bit(model, plan):
     plain, lean = plain_and_lean(model, plan, double=False)
     for found, wanted in zip(lean.gradients, plain.gradients, strict=True):
         assert all(torch.equal(f, w) for f, w in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(EXACT_CELLS))
 def test_weights_after_several_steps_are_those_of_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert astray(lean, plain) < 1e-9
@@ -84,7 +98,7 @@ def sparse_and_dense(model: str, plan: str) -> tuple[Run, Run, Run]:
     return run(lean), run(own), run(doubled(wanted))
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in SPARSE if cell[1] not in NEAR])
+@pytest.mark.parametrize(("model", "plan"), rows([cell for cell in SPARSE if cell[1] not in NEAR]))
 def test_sparse_weights_in_fp32_are_as_near_to_fp64_as_dense_ones_held_at_zero(model, plan):
     lean, own, wanted = sparse_and_dense(model, plan)
     assert astray(lean, wanted) <= 2 * astray(own, wanted) + ULPS
@@ -100,14 +114,14 @@ def near(model: str, plan: str) -> tuple[Run, Run]:
     return run(under_plan), plain(model, True, under_plan.split, PLANS[plan][1].precision)
 
 
-@pytest.mark.parametrize(("model", "plan"), NEAR_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(NEAR_CELLS))
 def test_weights_of_plans_that_round_go_as_far_as_those_of_plain_training(model, plan):
     lean, wanted = near(model, plan)
     assert went(lean, wanted) == pytest.approx(1, abs=0.01)
     assert 0 < astray(lean, wanted) < NEAR[plan].weights
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in NEAR_CELLS if cell not in SPARSE])
+@pytest.mark.parametrize(("model", "plan"), rows([cell for cell in NEAR_CELLS if cell not in SPARSE]))
 def test_gradients_of_plans_that_round_are_near_those_of_plain_training(model, plan):
     lean, wanted = near(model, plan)
     for found, exact in zip(lean.gradients, wanted.gradients, strict=True):
@@ -117,13 +131,13 @@ def test_gradients_of_plans_that_round_are_near_those_of_plain_training(model, p
             assert apart(found, exact) < NEAR[plan].gradients
 
 
-@pytest.mark.parametrize(("model", "plan"), NEAR_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(NEAR_CELLS))
 def test_losses_of_plans_that_round_are_near_those_of_plain_training(model, plan):
     lean, wanted = near(model, plan)
     torch.testing.assert_close([loss.double() for loss in lean.losses], wanted.losses, rtol=5e-4, atol=0)
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in CELLS if cell[1] in OTHER_METHODS])
+@pytest.mark.parametrize(("model", "plan"), rows([cell for cell in CELLS if cell[1] in OTHER_METHODS]))
 def test_another_method_is_the_same_in_fp32_as_in_fp64(model, plan):
     found, wanted = (run(apply(made(model, double), PLANS[plan][1]).task) for double in (False, True))
     assert astray(found, wanted) < 1e-4
@@ -133,7 +147,7 @@ def test_another_method_is_the_same_in_fp32_as_in_fp64(model, plan):
 NORMED_CELLS = [cell for cell in CELLS if cell[0] in NORMED]
 
 
-@pytest.mark.parametrize(("model", "plan"), NORMED_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(NORMED_CELLS))
 def test_batches_are_counted_as_in_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=(model, plan) in EXACT_CELLS)
     counts = [name for name in plain.buffers if name.endswith("num_batches_tracked")]
@@ -141,7 +155,7 @@ def test_batches_are_counted_as_in_plain_training(model, plan):
     assert [lean.buffers[name] for name in counts] == [plain.buffers[name] for name in counts]
 
 
-@pytest.mark.parametrize(("model", "plan"), [cell for cell in EXACT_CELLS if cell[0] in NORMED])
+@pytest.mark.parametrize(("model", "plan"), rows([cell for cell in EXACT_CELLS if cell[0] in NORMED]))
 def test_buffers_after_several_steps_are_those_of_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert plain.buffers
@@ -149,21 +163,21 @@ def test_buffers_after_several_steps_are_those_of_plain_training(model, plan):
         torch.testing.assert_close(lean.buffers[name], wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(EXACT_CELLS))
 def test_random_numbers_go_on_where_plain_training_would(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     assert torch.equal(lean.random, plain.random)
 
 
-@pytest.mark.parametrize(("model", "plan"), EXACT_CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(EXACT_CELLS))
 def test_losses_are_those_of_plain_training(model, plan):
     plain, lean = plain_and_lean(model, plan, double=True)
     torch.testing.assert_close(lean.losses, plain.losses, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_plan_comes_back_from_its_file_and_is_what_the_task_says_of_itself(plan):
-    (model, *_), settings = PLANS[plan]
+@pytest.mark.parametrize(("model", "plan"), IN_TURN)
+def test_a_plan_comes_back_from_its_file_and_is_what_the_task_says_of_itself(model, plan):
+    settings = PLANS[plan][1]
     assert Plan.from_json(settings.to_json()) == settings
     assert lean(model, plan).settings == settings.techniques()
 

@@ -78,7 +78,10 @@ def test_exact_plans_in_fp32_run_the_compiled_convolution_and_batch_norm(countin
 trained_here = cache(flagship.trained)
 
 
-@pytest.mark.parametrize("build", ["torch", "generic", "lanes16"])
+SLOW = pytest.mark.slow  # their quick relative: `make test-cores` runs some cells of the table on them
+
+
+@pytest.mark.parametrize("build", ["torch", pytest.param("generic", marks=SLOW), pytest.param("lanes16", marks=SLOW)])
 def test_everything_together_trains_on_the_references_as_on_the_compiled_kernels(tmp_path, build):
     """FP32 sums in another order are rounded to another FP16 number now and then: 2% of the way after two steps."""
     if build != "torch" and not core.build("generic").supports(build):

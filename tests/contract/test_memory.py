@@ -1,7 +1,7 @@
 """The peak that is predicted is the peak that is measured, whatever the model and the plan."""
 
 import pytest
-from table import CELLS, STATELESS, lean
+from table import CELLS, STATELESS, lean, rows
 
 from metering import measured, predicted
 
@@ -16,7 +16,7 @@ OFF = {
 }
 
 
-@pytest.mark.parametrize(("model", "plan"), CELLS)
+@pytest.mark.parametrize(("model", "plan"), rows(CELLS))
 def test_the_predicted_peak_is_the_measured_one(model, plan):
     task = lean(model, plan).with_(static_graph=False)  # as it is traced: a tape frees some bytes earlier
     steps = 1 if task.optimizer == STATELESS else 2

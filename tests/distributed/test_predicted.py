@@ -64,7 +64,9 @@ def undelayed(step, held, predicted):
 
 
 @pytest.mark.parametrize(
-    ("size", "cases"), [(2, CASES), (2, SHARDED), (4, SHARDED)], ids=["replicas", "shards", "4 shards"]
+    ("size", "cases"),
+    [(2, CASES), (2, SHARDED), pytest.param(4, SHARDED, marks=pytest.mark.slow)],
+    ids=["replicas", "shards", "4 shards"],
 )
 def test_the_predicted_peak_of_each_process_is_the_measured_one(size, cases):
     for make, how in cases.values():  # calibrates what all will look up

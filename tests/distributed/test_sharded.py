@@ -72,7 +72,7 @@ def sharded(size):
     return found, refused
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sharded_step_is_that_of_one_process_with_the_whole_batch(size):
     alone = {
         (model, name): trained(doubled(make()), plan, doubled(make()).batch, shards=False)

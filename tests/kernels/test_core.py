@@ -16,8 +16,15 @@ FORCED = os.environ.get("SHOESTRING_CORE")
 LANES = {"avx512": 16, "lanes16": 16, "avx2": 8, "generic": 4}
 
 
-def run(code, name):
-    return subprocess.run([sys.executable, "-c", code], env=os.environ | {"SHOESTRING_CORE": name}, capture_output=True)
+@pytest.fixture
+def load(monkeypatch):
+    """load(name): what an import of the kernels would choose where SHOESTRING_CORE is that name."""
+
+    def load(name):
+        monkeypatch.setenv("SHOESTRING_CORE", name)
+        return core._load()
+
+    return load
 
 
 def test_this_process_runs_on_the_core_that_was_asked_for():
@@ -41,17 +48,26 @@ def test_without_a_compiled_core_an_op_is_the_dispatchers_own():
 
 
 @pytest.mark.parametrize("name", [*core.CHOICES, "lanes16"])
-def test_a_core_can_be_forced_where_the_cpu_runs_it_and_is_refused_elsewhere(name):
-    found = run("from shoestring.kernels import core; print(core.name, getattr(core.core, 'lanes', 0))", name)
+def test_a_core_can_be_forced_where_the_cpu_runs_it_and_is_refused_elsewhere(load, name):
     if name == "torch" or core.build("generic").supports(name):
-        assert found.stdout.decode().split() == [name, str(LANES.get(name, 0))]
+        found, compiled = load(name)
+        assert (found, getattr(compiled, "lanes", 0)) == (name, LANES.get(name, 0))
     else:
-        assert f"SHOESTRING_CORE={name} needs a CPU with" in found.stderr.decode()
+        with pytest.raises(ShoestringError, match=f"SHOESTRING_CORE={name} needs a CPU with"):
+            load(name)
 
 
-def test_a_core_that_does_not_exist_is_refused():
-    found = run("import shoestring.kernels.core", "sse9")
-    assert b"SHOESTRING_CORE=sse9 does not exist: use avx512, avx2, generic or torch" in found.stderr
+def test_it_is_forced_at_import():
+    code = "from shoestring.kernels import core; print(core.name)"
+    environment = os.environ | {"SHOESTRING_CORE": "generic"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stdout == b"generic\n"
+
+
+def test_a_core_that_does_not_exist_is_refused(load):
+    with pytest.raises(
+        ShoestringError, match="SHOESTRING_CORE=sse9 does not exist: use avx512, avx2, generic or torch"
+    ):
+        load("sse9")
 
 
 def test_a_core_that_was_not_built_is_refused_with_the_remedy(monkeypatch):

@@ -20,7 +20,7 @@ LANES = re.search(r"add_core\(_core_generic (\d+)\)", (ROOT / "CMakeLists.txt").
 def test_a_source_compiles_for_aarch64(source, tmp_path):
     nanobind = pytest.importorskip("nanobind")
     command = [
-        COMPILER, "-std=gnu++17", "-O1", "-fPIC", "-fopenmp", "-Wno-psabi", "-DCORE_NAME=_core_generic",
+        COMPILER, "-std=gnu++17", "-O0", "-fPIC", "-fopenmp", "-Wno-psabi", "-DCORE_NAME=_core_generic",
         f"-DCORE_LANES={LANES}", f"-I{nanobind.include_dir()}", f"-I{sysconfig.get_paths()['include']}",
         "-c", source, "-o", tmp_path / "object",
     ]  # fmt: skip

@@ -161,11 +161,20 @@ EFFECTS = [
 ]
 
 
-@pytest.mark.parametrize("settings", EFFECTS, ids=str)
-@pytest.mark.parametrize("batch", [64, 1024], ids=["mostly weights", "mostly activations"])
+MOSTLY = [("weights", 64), ("activations", 1024)]
+
+
+def mostly_in_turn():
+    """Each effect where it is mostly on weights or mostly on activations, in turn; the other of the two is slow."""
+    for number, settings in enumerate(EFFECTS):
+        cases = [(words, batch) for words, batch in MOSTLY if settings.get("microbatch", 0) < batch]
+        for place, (words, batch) in enumerate(cases):
+            marks = () if place == number % len(cases) else pytest.mark.slow
+            yield pytest.param(settings, batch, marks=marks, id=f"mostly {words}-{settings}")
+
+
+@pytest.mark.parametrize("settings, batch", mostly_in_turn())
 def test_an_estimate_is_near_the_trace_and_never_far_above_it(settings, batch):
-    if settings.get("microbatch", 0) >= batch:
-        pytest.skip("no microbatch of this batch")
     one = Search(layers(batch), 10**9, RATES)
     about, _ = one.estimate(option(one, **settings))
     peak = one.traces.of(tuple(settings.items())).peak_bytes
@@ -200,7 +209,7 @@ def test_where_nothing_else_is_small_enough_tensors_are_paged_out():
                  {"activations": "offload"}, {"activations": "half"},
                  {"precision": "fp16", "checkpoint": "residual-1"}], ids=str
 )  # fmt: skip
-@pytest.mark.parametrize("make", [layers, zoo.gpt], ids=["layers", "gpt"])
+@pytest.mark.parametrize("make", [layers, pytest.param(zoo.gpt, marks=pytest.mark.slow)], ids=["layers", "gpt"])
 def test_the_bound_of_an_options_time_is_no_more_than_its_time(make, settings):
     task = make()
     search = Search(task, profile(task).peak_bytes // 2, RATES)

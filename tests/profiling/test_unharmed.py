@@ -206,7 +206,10 @@ def test_applying_a_plan_leaves_hooks_and_attributes_as_they_were(strategy):
     assert everything(task.model) == before
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", "t5", "segformer", "vit", "convnext", "gpt2"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "vit", "gpt2")]
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "segformer", "convnext", *MORE])
 def test_a_model_of_transformers_is_as_it_was(name):
     task = transformers_zoo.make(name)
     untouched = copy.deepcopy(task.model)

@@ -39,7 +39,9 @@ def updates_run(monkeypatch) -> list:
     return run
 
 
-@pytest.mark.parametrize("optimizer", [Adam(), SGD(lr=0.1, momentum=0.9)], ids=["Adam", "SGD"])
+@pytest.mark.parametrize(
+    "optimizer", [Adam(), pytest.param(SGD(lr=0.1, momentum=0.9), marks=pytest.mark.slow)], ids=["Adam", "SGD"]
+)
 def test_a_trace_with_a_known_update_is_the_trace_without(updates_run, optimizer):
     shared, before = Updates(), {}
     plain = zoo.gpt().with_(optimizer=optimizer)

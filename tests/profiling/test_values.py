@@ -262,7 +262,10 @@ def test_a_branch_on_what_is_learned_goes_the_larger_way_and_says_so():
 
 
 # -- models of transformers ------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", ["llama", "llama, padded", "bart", "whisper", "wav2vec2", "mixtral", "t5"])
+MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "whisper", "t5")]
+
+
+@pytest.mark.parametrize("name", ["llama, padded", "bart", "wav2vec2", "mixtral", *MORE])
 def test_a_model_of_transformers_is_as_measured(name):
     task = transformers_zoo.make(name)
     result = predicted(task)

@@ -13,7 +13,7 @@ from shoestring.errors import NoPlanFits, OverBudget
 from shoestring.models.images import classification_loss
 from shoestring.runs.state import find_stateful
 from shoestring.techniques.activations import adaptive
-from shoestring.techniques.activations.adaptive import EXACT, choose, parts_of, rules_of
+from shoestring.techniques.activations.adaptive import EXACT, choose, rules_of
 from shoestring.techniques.activations.gradients import gradients, untouched
 from shoestring.techniques.activations.rehearsals import saved_bytes
 from shoestring.techniques.activations.saving import SavedPass
@@ -86,7 +86,7 @@ def test_the_bytes_are_kept_by_every_choice_and_the_errors_become_the_measured_o
 @pytest.mark.parametrize("model", ["resnet18", "wrn-10-1", "vit-tiny"])
 def test_all_that_the_batch_saves_is_within_the_size_masks_and_other_exact_tensors_included(model):
     one = shoestring.builtin(model, device="meta", batch=16)
-    parts = parts_of(apply(one, Plan(activations="adaptive-1GB")).task)
+    parts = hook_of(apply(one, Plan(activations="adaptive-1GB"))).parts
     least, most = (sum(best(part.bytes.values()) for part in parts) for best in (min, max))
     for share in (0.0, 0.1, 0.3, 0.7):
         size = least + int(share * (most - least))
@@ -99,7 +99,7 @@ def test_its_error_is_at_most_that_of_any_uniform_codec_of_as_many_bytes():
     for codec in ("int2", "int4", "pool2"):
         size = sum(
             part.bytes.get(codec, part.bytes[EXACT])
-            for part in parts_of(apply(one, Plan(activations="adaptive-10MB")).task)
+            for part in hook_of(apply(one, Plan(activations="adaptive-10MB"))).parts
         )
         lean = apply(one, Plan(activations=f"adaptive-{size}B"))
         hook = hook_of(lean)
