@@ -18,11 +18,11 @@ from shoestring import Plan, apply
 from shoestring.kernels import core
 
 HERE = Path(__file__).parent
-# They choose, check, write and read the positions of nonzeros, between steps or where the kernels need no table; or
-# count what the allocator hands out.
+# They choose, check, write and read the positions of nonzeros, between steps or where the kernels need no table; count
+# what the allocator hands out; or call the others, from the third pass on (tests/test_taping.py).
 AROUND_A_STEP = {
     "bitmap_from_index", "check_index", "count_nonzeros", "decode_index", "gaps_from_bitmap", "set_bits",
-    "supports", "allocations_available", "allocations_begin", "allocations_end",
+    "supports", "allocations_available", "allocations_begin", "allocations_end", "run_tape",
 }  # fmt: skip
 
 
