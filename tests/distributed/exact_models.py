@@ -38,6 +38,14 @@ def convolutions(optimizer=None, norm=group_norm, examples=7):
     return Task(model, classify, images(examples), optimizer or SGD(lr=0.1, momentum=0.9), name="convolutions")
 
 
+def maps(optimizer=None, examples=7):
+    """Convolutions whose maps are large enough to be compressed."""
+    torch.manual_seed(0)
+    stem, blocks = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), [Block(8, group_norm) for _ in range(2)]
+    model = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    return Task(model, classify, images(examples, 32), optimizer or SGD(lr=0.1, momentum=0.9), name="maps")
+
+
 def layers(optimizer=None, examples=7):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from exact_models import convolutions, layers, words
+from exact_models import convolutions, layers, maps, words
 from processes import rank, run_in
 
 import shoestring
@@ -30,6 +30,7 @@ SHARDED = {
     "layers in shards": (lambda: layers(examples=64), Plan(shard="fsdp")),
     "words in shards and microbatches": (lambda: words(examples=16), Plan(shard="fsdp", microbatch=2)),
     "convolutions in shards": (lambda: convolutions(examples=16), Plan(shard="fsdp")),
+    "averaged maps in shards": (lambda: maps(examples=16), Plan(shard="fsdp", activations="pool2")),
     "recomputed layers in shards": (lambda: layers(examples=64), Plan(shard="fsdp", checkpoint="every-3")),
 }
 

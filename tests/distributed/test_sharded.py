@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exact_models import layers, words
+from exact_models import layers, maps, words
 from processes import rank, run_in
 from runs import doubled
 
@@ -15,8 +15,15 @@ PLANS = {
     "nothing": Plan(),
     "checkpoint": Plan(checkpoint="every-2"),
     "checkpoint, microbatch": Plan(checkpoint="every-2", microbatch=2),
+    "averages, checkpoint": Plan(activations="pool2", checkpoint="residual-1"),
+    "16 bits, microbatch": Plan(activations="half", microbatch=2),
 }
-MAKE = {"words": lambda: words(Adam(lr=0.01), examples=8), "layers": lambda: layers(SGD(lr=0.1, momentum=0.9), 8)}
+MAKE = {
+    "words": lambda: words(Adam(lr=0.01), examples=8),
+    "layers": lambda: layers(SGD(lr=0.1, momentum=0.9), 8),
+    "maps": lambda: maps(examples=8),
+}
+CELLS = [(model, name) for model in MAKE for name in PLANS if (model == "maps") == bool(PLANS[name].activations)]
 
 
 def whole(tensor):
@@ -45,12 +52,11 @@ def raised(act):
 
 def sharded(size):
     found, refused = {}, {}
-    for model, make in MAKE.items():
-        for name, plan in PLANS.items():
-            task = doubled(make())
-            rows = 8 // size
-            share = cut(task.batch, slice(rank() * rows, (rank() + 1) * rows))
-            found[model, name] = trained(task, plan, share, shards=True)
+    for model, name in CELLS:
+        task = doubled(MAKE[model]())
+        rows = 8 // size
+        share = cut(task.batch, slice(rank() * rows, (rank() + 1) * rows))
+        found[model, name] = trained(task, PLANS[name], share, shards=True)
     for name, plan in {
         "precision": Plan(precision="bf16"),
         "nonzero": Plan(nonzero=50),
@@ -58,6 +64,7 @@ def sharded(size):
     }.items():
         lean = apply(layers(), plan)
         refused[name] = raised(lean.shard)
+    refused["activations adaptive"] = raised(apply(maps(examples=8), Plan(activations="adaptive-400KB")).shard)
     lean = apply(layers(), Plan(microbatch=2))
     lean.shard()
     mine = cut(layers(examples=8).batch, slice(0, 2) if rank() == 0 else slice(2, 8))
@@ -75,9 +82,8 @@ def sharded(size):
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sharded_step_is_that_of_one_process_with_the_whole_batch(size):
     alone = {
-        (model, name): trained(doubled(make()), plan, doubled(make()).batch, shards=False)
-        for model, make in MAKE.items()
-        for name, plan in PLANS.items()
+        (model, name): trained(doubled(MAKE[model]()), PLANS[name], doubled(MAKE[model]()).batch, shards=False)
+        for model, name in CELLS
     }
     everyone = run_in(size, sharded, size)
     for found, _ in everyone:
@@ -88,7 +94,7 @@ def test_a_sharded_step_is_that_of_one_process_with_the_whole_batch(size):
     shares = [found["layers", "nothing"][2] / alone["layers", "nothing"][2] for found, _ in everyone]
     assert max(shares) <= {2: 0.52, 4: 0.27}[size]
     refused = everyone[0][1]
-    for name in ("precision", "nonzero", "optimizer"):
+    for name in ("precision", "nonzero", "optimizer", "activations adaptive"):
         assert f"{name} cannot be sharded" in refused[name]
     assert "equal shares" in refused["unequal microbatches"] and "stepped already" in refused["after a step"]
     assert "before it is sharded" in refused["a profile"]

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShoestringError
 from .world import World, losing
 
-DENSE = ("checkpoint", "microbatch", "shard")  # the techniques that leave weights and their update to PyTorch
+# The techniques that leave weights and their update to PyTorch.
+DENSE = ("checkpoint", "microbatch", "activations", "shard")
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -144,6 +145,11 @@ def refuse_unsharded(settings: dict[str, Any]) -> None:
         settings, DENSE, "cannot be sharded, because its kernels work on whole tensors and FSDP2 leaves a process "
         f"parts of them: use {' and '.join(DENSE[:-1])} beside shards, or replicate the model by not sharding it",
     )  # fmt: skip
+    if "adaptive" in str(settings.get("activations", "")):
+        raise ShoestringError(
+            "activations adaptive cannot be sharded, because it traces the model anew as it trains: name the codecs, "
+            "as in activations pool2, or replicate the model by not sharding it"
+        )
 
 
 def refuse_others(settings: dict[str, Any], beside: tuple[str, ...], why: str) -> None:
