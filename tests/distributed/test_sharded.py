@@ -10,6 +10,7 @@ import shoestring
 from shoestring import SGD, Adam, Plan, ShoestringError, apply
 from shoestring.structure import tensors
 from shoestring.techniques.microbatch.pieces import cut
+from shoestring.techniques.shard import refuses
 
 PLANS = {
     "nothing": Plan(),
@@ -107,3 +108,8 @@ def test_a_sharded_step_is_that_of_one_process_with_the_whole_batch(size):
 def test_one_process_has_nothing_to_shard():
     with pytest.raises(ShoestringError, match="one process alone"):
         apply(layers(), Plan()).shard()
+
+
+def test_adaptive_activations_are_refused_beside_shards_and_a_module_of_that_name_is_not():
+    assert "cannot be sharded" in refuses(layers(), {"shard": "fsdp", "activations": "adaptive-1MB"})
+    assert refuses(layers(), {"shard": "fsdp", "activations": "adaptive_pool=half"}) == ""

@@ -145,11 +145,6 @@ def refuse_unsharded(settings: dict[str, Any]) -> None:
         settings, DENSE, "cannot be sharded, because its kernels work on whole tensors and FSDP2 leaves a process "
         f"parts of them: use {' and '.join(DENSE[:-1])} beside shards, or replicate the model by not sharding it",
     )  # fmt: skip
-    if "adaptive" in str(settings.get("activations", "")):
-        raise ShoestringError(
-            "activations adaptive cannot be sharded, because it traces the model anew as it trains: name the codecs, "
-            "as in activations pool2, or replicate the model by not sharding it"
-        )
 
 
 def refuse_others(settings: dict[str, Any], beside: tuple[str, ...], why: str) -> None:

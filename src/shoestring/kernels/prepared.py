@@ -15,8 +15,9 @@ from .calls import suits
 from .define import body_of
 
 _aten = torch.ops.aten
-_ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default,
-                _aten.empty_strided.default, _aten.new_empty_strided.default}  # fmt: skip
+# The operators that make a tensor and write nothing into it.
+ALLOCATIONS = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default,
+               _aten.empty_strided.default, _aten.new_empty_strided.default}  # fmt: skip
 
 
 def prepare(op: Any, args: Sequence[Any]) -> Callable | None:
@@ -48,7 +49,7 @@ class _Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _ALLOCATIONS:
+        if func in ALLOCATIONS:
             self.made.append(result)
         else:
             self.more |= not func.is_view  # a body may look at a part of a tensor

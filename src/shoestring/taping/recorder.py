@@ -16,13 +16,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
 from ..kernels.define import body_of, compiled_form
-from ..kernels.prepared import prepare
+from ..kernels.prepared import ALLOCATIONS, prepare
 from ..user_hooks import hooked_modules
 from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook
 
 _aten = torch.ops.aten
-_BLANK = {_aten.empty.memory_format, _aten.new_empty.default, _aten.empty_like.default, _aten.empty_strided.default,
-          _aten.new_empty_strided.default}  # fmt: skip
 
 
 class _NotStatic(Exception):
@@ -126,7 +124,7 @@ class _Recorder(TorchDispatchMode):
     def _follow_blank(self, func: Any, unwritten: set[int], result: Any) -> None:
         results = [one for one in pytree.tree_leaves(result) if isinstance(one, Tensor)]
         keys = {one.untyped_storage()._cdata for one in results}
-        if func in _BLANK:
+        if func in ALLOCATIONS:
             self.blank |= keys
         elif unwritten - keys:  # a view of it is no reading
             self.refused = f"{func} reads what was written without an operator"
@@ -252,7 +250,7 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
 
 def _adds(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether the operator adds to its first argument another like it, which might as well stand in its place."""
-    return func is _aten.add_.Tensor and len(args) == 2 and not kwargs and _place(args[0])[1:] == _place(args[1])[1:]
+    return func is _aten.add_.Tensor and len(args) == 2 and not kwargs and _form(args[0]) == _form(args[1])
 
 
 def _places(args: tuple) -> Iterator[int | tuple[int, int]]:
@@ -272,7 +270,7 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def _place(tensor: Tensor) -> tuple:
-    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.storage_offset(), *_form(tensor)
 
 
 def _kept(constant: weakref.ref) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from ...distributed import refuse_unsharded
 from ...errors import NoEffect, ShoestringError
 from ...task import Task
+from ..activations import Settings as Activations
 from ..technique import Bounds, Technique
 
 
@@ -36,7 +37,7 @@ def apply(task: Task, settings: Settings) -> Task:
     if settings.by != "fsdp":
         raise ShoestringError(f"there are no shards by {settings.by!r}: use fsdp")
     _require_several(task)
-    refuse_unsharded(task.settings)
+    _require_shardable(task.settings)
     return task.with_(sharded=True)
 
 
@@ -45,9 +46,19 @@ def _require_several(task: Task) -> None:
         raise NoEffect("one process alone has nothing to shard: start several with torchrun, or plan for --devices N")
 
 
+def _require_shardable(settings: Mapping[str, Any]) -> None:
+    """Refuses techniques that do not go beside shards."""
+    refuse_unsharded(dict(settings))
+    if "activations" in settings and Activations(settings["activations"]).adaptive:
+        raise ShoestringError(
+            "activations adaptive cannot be sharded, because it traces the model anew as it trains: name the codecs, "
+            "as in activations pool2, or replicate the model by not sharding it"
+        )
+
+
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
     try:
-        refuse_unsharded({name: value for name, value in settings.items() if name != "shard"})
+        _require_shardable({name: value for name, value in settings.items() if name != "shard"})
     except ShoestringError as error:
         return str(error) if "shard" in settings else ""
     return ""
