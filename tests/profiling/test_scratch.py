@@ -6,7 +6,7 @@ from torch import nn
 
 import zoo
 from shoestring import Adam, Plan, Task, apply
-from shoestring.measuring import calibrated
+from shoestring.measuring import calibrated, calibration
 from shoestring.profiling import profile
 from shoestring.signature import Bound, output_key
 
@@ -42,6 +42,19 @@ def test_a_table_with_the_size_of_an_open_output_asks_for_another_trace():
         pytest.skip("this PyTorch has no oneDNN")
     assert found.with_scratch({str(call): 100}) is not None
     assert found.with_scratch({output_key(call, 3): 100}) is None
+
+
+def test_a_step_whose_calls_are_not_known_yet_is_traced_once(monkeypatch):
+    tables = []
+
+    def predict(table):
+        tables.append(dict(table))
+        return profile(zoo.mlp(), table)
+
+    monkeypatch.setattr(calibration, "load_cache", dict)
+    found = calibrated(predict)
+    assert tables == [{}] and not found.uncalibrated
+    assert told(found) == told(profile(zoo.mlp(), calibration.calibrate(found.signatures)))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(64), nn.GroupNorm(4, 64)], ids=["layer", "group"])

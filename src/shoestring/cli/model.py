@@ -7,7 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,7 @@ def load_batches(text: str, sizes: dict[str, int]) -> Any:
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise ShoestringError(f"{text!r} names no function of yours: write it as file.py:function")
-    with users_code(text):
+    with users_code(text), _named_if_long(text):
         function = _function(_load_file(Path(place)) if place.endswith(".py") else _load_module(place), name, place)
         taken = inspect.signature(function).parameters
         return function(**{size: value for size, value in sizes.items() if size in taken})
@@ -65,10 +65,17 @@ def load_task(text: str, sizes: dict[str, int], device: str = "cpu") -> "Task":
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise ShoestringError(f"{text!r} names no function: write it as file.py:function")
-    with users_code(text):
+    with users_code(text), _named_if_long(text):
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
         task = _call(_function(module, name, place), text, sizes)
     return task if task.name else task.with_(name=short_name(text))  # one name, whatever command it is given to
+
+
+def _named_if_long(text: str) -> AbstractContextManager[None]:
+    """Around what may take for ever, as code of the user's may: it is named after a while."""
+    from ..reporting.progress import waiting
+
+    return waiting(f"running {text}")
 
 
 @contextmanager

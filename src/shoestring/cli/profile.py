@@ -109,7 +109,8 @@ def _real(args: argparse.Namespace, sizes: dict, techniques: dict) -> tuple[dict
 
     def profiled(plan: Plan) -> tuple[dict[str, Any], "Ledger"]:
         task = lean_task(plain, plan)
-        with progress("calibrating the step's operators, once for this machine") as advance:
+        before = f"tracing the step of {task.name}"
+        with progress("calibrating the step's operators, once for this machine", before) as advance:
             result = profile(task, calibrate=not args.no_calibrate, progress=advance)
         data = result.to_json()
         if plan.budget_bytes:

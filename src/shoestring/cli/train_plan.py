@@ -84,7 +84,8 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
     from ..reporting.progress import progress
 
     task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
-    with progress("calibrating the step's operators, once for this machine") as advance:
+    title, before = "calibrating the step's operators, once for this machine", f"tracing the step of {task.name}"
+    with progress(title, before) as advance:
         result = calibrated(lambda table: profile(task, table, brief=True), advance)
     if limit is not None and result.peak_bytes > limit and not replan:
         raise OverBudget(

@@ -37,6 +37,9 @@ class Prediction(Protocol):
     @property
     def signatures(self) -> list[Signature]: ...
 
+    def with_scratch(self, table: Table) -> Any:
+        """The same prediction with another table; None if it must be made again."""
+
 
 Predicted = TypeVar("Predicted", bound=Prediction)
 
@@ -66,15 +69,14 @@ def calibrate(signatures: Iterable[Signature], progress: Progress | None = None)
 def calibrated(predict: Callable[[Table], Predicted], progress: Progress | None = None) -> Predicted:
     """A prediction as a function of a table -> the prediction with all of its operator calls in the table.
 
-    It is repeated until then: an output whose size was not known is the argument of another call.
+    It is asked again until then: an output whose size was not known is the argument of another call.
     """
     table: Table = dict(load_cache())
-    while True:
-        prediction = predict(table)
-        unknown = [call for call in prediction.signatures if str(call) not in table]
-        if not unknown:
-            return prediction
+    prediction = predict(table)
+    while unknown := [call for call in prediction.signatures if str(call) not in table]:
         table |= calibrate(unknown, progress)
+        prediction = prediction.with_scratch(table) or predict(table)
+    return prediction
 
 
 def workspace_bytes(signature: Signature) -> int | None:

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from threading import Timer
 
 from rich.console import Console
 from rich.markup import escape
@@ -38,29 +38,54 @@ def steps(title: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A title -> `advance(done, total)`, to be called along the way; output goes to stderr."""
+def progress(title: str, before: str = "") -> Iterator[Callable[[int, int], None]]:
+    """A title -> `advance(done, total)`, to be called along the way: a bar with the time left on a terminal, elsewhere
+    a line and then now and again how far it is; all on stderr. `before` says what is done until the first call."""
     console, start = Console(file=sys.stderr), time.monotonic()
     bar = Progress(console=console, transient=True)
     task = bar.add_task(title, total=None)
-    told = False
+    due = start + PATIENCE_SECONDS
     with ExitStack() as stack:
+        silence = stack.enter_context(ExitStack())
+        if before:
+            silence.enter_context(waiting(before))
 
         def advance(done: int, total: int) -> None:
-            nonlocal told
+            nonlocal due
+            silence.close()
             bar.update(task, completed=done, total=total)
-            if told or time.monotonic() - start < PATIENCE_SECONDS:
+            now = time.monotonic()
+            if now < due or bar.live.is_started:
                 return
-            told = True
             if console.is_terminal:
                 stack.enter_context(bar)
-            else:
-                _tell_once(title)
+            elif not _tell_once(title):
+                left = (now - start) / done * (total - done)
+                print(f"shoestring: {title}: {done:,} of {total:,}, about {left:.0f} s left", file=sys.stderr)
+            due = now + LINE_SECONDS
 
         yield advance
 
 
-@cache
-def _tell_once(title: str) -> None:
-    """Work that comes in several parts, as calibration does, is told at the first."""
+_told: set[str] = set()
+
+
+def _tell_once(title: str) -> bool:
+    """Work that comes in several parts, as calibration does, is named at the first; whether it is now."""
+    if title in _told:
+        return False
+    _told.add(title)
     print(f"shoestring: {title}", file=sys.stderr)
+    return True
+
+
+@contextmanager
+def waiting(words: str) -> Iterator[None]:
+    """Says after LINE_SECONDS what is still being done, if it is: work that cannot tell how far it is."""
+    timer = Timer(LINE_SECONDS, lambda: print(f"shoestring: still {words}", file=sys.stderr))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
