@@ -43,7 +43,7 @@ def task():
         (("wrn-10-0.5", "--codecs", ""), 2, "there is no codec '' that compresses"),
         (("wrn-10-0.5", "--steps", 0), 2, "0 is out of range: it must be from 1"),
         (("wrn-10-0.5", "--every", 0), 2, "0 is out of range"),
-        (("wrn-10-0.5", "--batch", 1, "--codecs", "pool64"), 2, "nothing of 65536 bytes or more falls under the rules"),
+        (("wrn-10-0.5", "--batch", 1, "--codecs", "pool64"), 2, "for its backward pass has 65.54 KB, the least"),
         (("wrn-10-0.5", "--data", "/nowhere"), 2, "nowhere"),
         (("wrn-10-0.5", "--figure", "x.gif"), 2, "must end in .svg"),
         (("nothing",), 2, "there is no built-in model 'nothing'"),

@@ -93,7 +93,7 @@ def test_a_function_that_is_not_there_is_answered_with_those_that_are(shoestring
 
 
 def test_a_name_that_is_no_function(shoestring, user):
-    assert refused(shoestring, user("task = 3")).endswith("is a int: name a function")
+    assert refused(shoestring, user("task = 3")).endswith("is of type int, and no function: name one")
 
 
 def test_a_function_that_raises_is_told_with_its_message_and_line(shoestring, user):

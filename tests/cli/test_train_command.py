@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -9,6 +10,8 @@ import pytest
 
 sys.path.append(os.path.join(os.path.dirname(__file__), "..", "data"))
 from layouts import write_cifar_binary
+
+from shoestring.units import parse_bytes
 
 MODEL = """
 import torch
@@ -206,8 +209,12 @@ def complaint(answer, code=2):
 def test_a_step_over_the_budget_is_refused_before_it_runs(train, tmp_path):
     assert "no plan of risk neutral fits 10.00 KB" in complaint(train("--epochs", 1, "--budget", "10KB"), code=3)
     words = complaint(train("--epochs", 1, "--budget", "10KB", "--microbatch", 2), code=3)
-    assert words.startswith("a step would need ") and "and the budget is 10.00 KB: leave the techniques out" in words
-    assert not (tmp_path / "runs").exists()
+    found = re.search(r"^a step would need (.*) of tensors and (.*) of Python objects, predicted", words)
+    assert found and "and the budget is 10.00 KB: leave the techniques out" in words
+    tensors, objects = map(parse_bytes, found.groups())
+    for share, code in ((0.5, 3), (1.5, 0)):  # a budget is for both
+        answer = train("--updates", 1, "--budget", int(tensors + share * objects), "--microbatch", 2)
+        assert answer.code == code and (tmp_path / "runs").exists() == (code == 0)
 
 
 def test_a_step_that_takes_more_than_predicted_stops_the_run_and_with_replan_it_goes_on(train, tmp_path):

@@ -58,6 +58,16 @@ def test_normalised_training_images_have_mean_0_and_standard_deviation_1(tmp_pat
     assert abs(normal.mean()) < 1e-5 and abs(normal.std(correction=0) - 1) < 1e-5
 
 
+@pytest.mark.parametrize("value, size", [(0, 28), (0, 32), (200, 32)], ids=["black in a border", "black", "grey"])
+def test_images_of_one_value_alone_stay_finite(tmp_path, value, size):
+    folder = write_idx(tmp_path / "data")
+    for split in ("train", "t10k"):
+        image = np.full((6, size, size), value, np.uint8)
+        (folder / f"{split}-images-idx3-ubyte").write_bytes(idx_bytes(image))
+    images = open_images(folder)
+    assert Augment(images.mean, images.std).normalise(everything(images.train)[0]).abs().max() < 1e-6
+
+
 def test_image_folders_are_decoded_and_labelled_by_folder(tmp_path):
     images = open_images(write_image_folder(tmp_path), size=16)
     assert images.classes == ("cat", "dog") and images.shape == (3, 16, 16)

@@ -186,7 +186,7 @@ def refusal(folder, **options) -> str:
 
 def test_a_missing_folder_or_file_is_named(tmp_path):
     assert "does not exist" in refusal(tmp_path / "nowhere")
-    assert "0 files train.LANGUAGE" in refusal(tmp_path)
+    assert "0 files train.LANGUAGE" in (words := refusal(tmp_path)) and "complete the folder" in words
     write_pairs(tmp_path)
     (tmp_path / "valid.en").unlink()
     assert "valid.en is missing" in refusal(tmp_path)

@@ -144,7 +144,7 @@ def _function(module: ModuleType, name: str, place: str) -> Callable[..., Any]:
     if callable(function):
         return function
     if function is not None:
-        raise ShoestringError(f"{name!r} in {place!r} is a {type(function).__name__}: name a function")
+        raise ShoestringError(f"{name!r} in {place!r} is of type {type(function).__name__}, and no function: name one")
     own = [f.__name__ for f in vars(module).values() if getattr(f, "__module__", "") == module.__name__]
     raise ShoestringError(f"{place!r} has no function {name!r}: it has {', '.join(own) or 'none'}")
 

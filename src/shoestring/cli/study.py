@@ -25,7 +25,7 @@ ACTIONS = ("list", "show", "run", "status", "report", "import")
 
 def add(subparsers: Any) -> None:
     parser = command(subparsers, "study", run, "run the papers' tables and figures again", EXAMPLES)
-    parser.add_argument("action", choices=ACTIONS, help=", ".join(ACTIONS))
+    parser.add_argument("action", choices=ACTIONS, metavar="ACTION", help=", ".join(ACTIONS), nargs="?")
     which = "its name, or a .toml file (see `study list`); import: a results file"
     parser.add_argument("name", type=path_name, nargs="?", metavar="STUDY", help=which)
     parser.add_argument(
@@ -51,6 +51,8 @@ def add(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..studies import study as studies
 
+    if args.action is None:
+        raise ShoestringError(f"say what to do: {', '.join(ACTIONS)}; `shoestring study list` names the studies")
     if args.action == "list":
         return _list(args)
     if args.name is None:
@@ -66,8 +68,9 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"study": s.name, "place": s.place, "title": s.title, "paper": PAPERS[s.paper]} for s in found])
         return 0
+    names, places = (max(len(getattr(study, column)) for study in found) for column in ("name", "place"))
     for study in found:
-        print(f"{study.name:<20} {study.place:<18} {study.title}")
+        print(f"{study.name:<{names}}  {study.place:<{places}}  {study.title}")
     return 0
 
 

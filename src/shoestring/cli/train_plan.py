@@ -87,15 +87,18 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
     title, before = "calibrating the step's operators, once for this machine", f"tracing the step of {task.name}"
     with progress(title, before) as advance:
         result = calibrated(lambda table: profile(task, table, brief=True), advance)
-    if limit is not None and result.peak_bytes > limit and not replan:
+    if limit is not None and result.needed_bytes > limit and not replan:
+        objects = format_bytes(result.object_bytes, 2)
         raise OverBudget(
-            f"a step would need {format_bytes(result.peak_bytes)}, predicted, and the budget is "
-            f"{format_bytes(limit)}: leave the techniques out and let --budget choose them, add some, or raise it"
+            f"a step would need {format_bytes(result.peak_bytes)} of tensors and {objects} of Python objects, "
+            f"predicted, and the budget is {format_bytes(limit)}: leave the techniques out and let --budget choose "
+            "them, add some, or raise it"
         )
     steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
     return lean.plan.with_(
         task=task.name,
         budget_bytes=limit,
         predicted_peak_bytes=result.peak_bytes,
+        object_bytes=result.object_bytes,
         predicted_bytes=result.bytes_by_category,
     )

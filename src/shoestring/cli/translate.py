@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> int:
     folder = opened(args.run_folder)
     languages = kept_languages(folder.languages_path)
     if languages is None:
-        raise ShoestringError(f"{folder.path} is no run of a translation: it holds no vocabulary")
+        raise ShoestringError(
+            f"{folder.path} is no run of a translation, for it holds no vocabulary: `shoestring evaluate` judges it"
+        )
     if args.threads:
         torch.set_num_threads(args.threads)
     texts = [_checked(text, number) for number, text in enumerate(args.sentences or _lines(), 1)]

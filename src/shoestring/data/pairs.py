@@ -113,9 +113,10 @@ def _languages(folder: Path) -> tuple[str, str]:
     if named and {named[1], named[2]} <= set(found):
         return named[1], named[2]
     if len(found) != 2:
+        cure = "name the folder after the two, as in NAME.de-en" if found[2:] else "complete the folder"
         raise ShoestringError(
-            f"{folder} has {len(found)} files train.LANGUAGE, and a pair needs 2, such as train.de and "
-            "train.en: name the folder after the two, as in NAME.de-en, or choose another"
+            f"{folder} has {len(found)} files train.LANGUAGE, and a pair needs 2, such as train.de and train.en: "
+            f"{cure}, or choose another"
         )
     return found[0], found[1]
 

@@ -110,7 +110,9 @@ def mean_and_std(split: MappedSplit) -> tuple[tuple[float, ...], tuple[float, ..
             for channel, count in enumerate(counts):
                 count += np.bincount(part.images[start : start + 256, channel].ravel(), minlength=256)
     values = np.arange(256) / 255
-    total = len(split) * height * width  # the black border counts as zeros
+    total = len(split) * height * width
+    counts[:, 0] += total - counts.sum(-1)  # the black border
     mean = counts @ values / total
-    std = np.sqrt(counts @ values**2 / total - mean**2)
+    variance = counts @ values**2 / total - mean**2
+    std = np.sqrt(np.where(counts.max(-1) < total, variance, 1))  # a channel of one value alone stays finite
     return tuple(np.broadcast_to(mean, channels).tolist()), tuple(np.broadcast_to(std, channels).tolist())

@@ -33,8 +33,9 @@ def plan_words(plan: "Plan", risk: str) -> str:
 def summary(record: "RunRecord", already: bool = False) -> Iterator[str]:
     """The record of a run that has ended, line by line; `already`: it had before, and nothing was trained."""
     ended = "was finished already: " if already else ""
+    updates = "update" if record.updates == 1 else "updates"
     skipped = f", {record.skipped:,} of them skipped by the loss scale" if record.skipped else ""
-    yield f"{record.task}: {ended}{record.updates:,} updates in {record.seconds:,.1f} s{skipped}"
+    yield f"{record.task}: {ended}{record.updates:,} {updates} in {record.seconds:,.1f} s{skipped}"
     if record.quality is not None and record.best_quality is not None:
         yield row(quality_name(record.quality_name), _quality(record))
     if record.measured_peak_bytes is not None and record.predicted_peak_bytes is not None:

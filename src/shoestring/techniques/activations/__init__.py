@@ -249,7 +249,8 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
     lean = task.with_(contexts=(*task.contexts, SavedPass(rules)))
     if not saved(lean).taken:
         raise NoEffect(
-            f"of what {type(task.model).__name__} saves, nothing of {SMALL_BYTES} bytes or more falls under the "
-            "rules of activations: leave it out, or name other modules"
+            f"nothing that {type(task.model).__name__} saves there for its backward pass has "
+            f"{format_bytes(SMALL_BYTES)}, the least that is stored in another form: take a larger batch, name other "
+            "modules, or leave activations out"
         )
     return lean
