@@ -120,6 +120,33 @@ def test_an_svg_is_small_has_words_for_who_cannot_see_it_and_colours_for_a_dark_
         ElementTree.fromstring(text)
 
 
+def written(path):
+    """The words of an SVG with the place of each."""
+    places = re.findall(r'<text[^>]*transform="translate\(([\d.]+) ([\d.]+)\)[^>]*>([^<]*)<', path.read_text())
+    places += re.findall(r'<text[^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', path.read_text())
+    return {words: (float(x), float(y)) for x, y, words in places}
+
+
+def test_microbatches_are_numbered_and_the_words_of_peak_and_budget_are_apart(tmp_path):
+    pytest.importorskip("matplotlib")
+    from shoestring import Plan, builtin
+    from shoestring.profiling import profile
+    from shoestring.training.apply import lean_task
+
+    found = profile(lean_task(builtin("wrn-10-1", batch=8, device="meta"), Plan(microbatch=2)))
+    peak = found.peak_bytes
+    for budget in (peak, int(1.05 * peak), 2 * peak):
+        data = found.to_json() | {"settings": {}, "budget_bytes": budget}
+        profile_figure(tmp_path / "a.svg", data, found.ledger)
+        words = written(tmp_path / "a.svg")
+        assert "4 microbatches, then the update" in words
+        numbers = [words[number] for number in "1234"]
+        assert numbers == sorted(numbers) and len({y for _, y in numbers}) == 1
+        top = next(place for text, place in words.items() if " at " in text)
+        limit = next(place for text, place in words.items() if text.startswith("budget"))
+        assert abs(top[1] - limit[1]) > 10 or abs(top[0] - limit[0]) > 150, (top, limit)
+
+
 def test_the_figure_of_a_built_in_model_is_small(tmp_path):
     pytest.importorskip("matplotlib")
     found = shoestring.profile(shoestring.builtin("wrn-10-1", batch=20, device="meta"), calibrate=False)

@@ -68,9 +68,9 @@ def _list(args: argparse.Namespace) -> int:
     if args.json:
         print_json([{"study": s.name, "place": s.place, "title": s.title, "paper": PAPERS[s.paper]} for s in found])
         return 0
-    names, places = (max(len(getattr(study, column)) for study in found) for column in ("name", "place"))
+    name, place = (max(len(getattr(study, column)) for study in found) for column in ("name", "place"))
     for study in found:
-        print(f"{study.name:<{names}}  {study.place:<{places}}  {study.title}")
+        print(f"{study.name:<{name}}  {study.place:<{place}}  {study.title}")
     return 0
 
 

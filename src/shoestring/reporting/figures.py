@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ShoestringError, how_to_install
-from ..ledger import Ledger
+from ..ledger import Ledger, Phase
 from ..techniques.words import in_words
 from ..units import format_bytes
 from .palette import ACCENT, FAINT, INK, MUTED, in_order, is_light, look, sort_kinds
@@ -38,7 +38,7 @@ _DARK = "".join(
     )
     for part in ("fill", "stroke")
 )
-HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+HALO = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.95}
 _STYLE: Any = {
     "font.size": 9.5,
     "text.color": INK,
@@ -70,10 +70,11 @@ def profile_figure(path: str | Path, data: dict[str, Any], ledger: Ledger | None
         if ledger:
             steps = timeline(ledger, _COLUMNS)
             axes = figure.add_axes((0.065, 0.07, 0.57, 0.77))
-            _stack(axes, steps, data)
-            if budget := data.get("budget_bytes"):
+            budget = data.get("budget_bytes") or 0
+            _stack(axes, steps, data, budget)
+            if budget:
                 _memory_axis(axes, max(max(steps.totals), budget))
-                _mark_budget(axes, budget)
+                _mark_budget(axes, budget, on_left=_is_late(steps))
             shown |= {kind for kind, sizes in steps.parts.items() if any(sizes)}
         _legend(figure.add_axes((left, 0.02, width, 0.36)), sort_kinds(shown), data)
 
@@ -115,9 +116,8 @@ def overlay_figure(
 
 
 def _pieces(steps: Timeline) -> str:
-    return (
-        f"{steps.microbatches} microbatches, then the update" if steps.microbatches > 1 else "one pass and the update"
-    )
+    many = steps.microbatches > 1
+    return f"{steps.microbatches} microbatches, then the update" if many else "one pass and the update"
 
 
 def _spread(steps: Timeline, columns: int) -> list[float]:
@@ -125,9 +125,11 @@ def _spread(steps: Timeline, columns: int) -> list[float]:
     return [column * columns / len(steps.totals) for column in range(len(steps.totals))]
 
 
-def _mark_budget(axes: "Axes", budget_bytes: int) -> None:
+def _mark_budget(axes: "Axes", budget_bytes: int, on_left: bool = False) -> None:
+    """The budget's line; its words are at the side where those of the peak are not."""
     axes.axhline(budget_bytes, color=INK, lw=1, ls=(0, (4, 3)))
-    axes.annotate(f"budget {format_bytes(budget_bytes, 3)}", (1, budget_bytes), (-2, 3), ha="right", size=8.5,
+    x, shift, side = (0, 2, "left") if on_left else (1, -2, "right")
+    axes.annotate(f"budget {format_bytes(budget_bytes, 3)}", (x, budget_bytes), (shift, 3), ha=side, size=8.5,
                   xycoords=axes.get_yaxis_transform(), textcoords="offset points")  # fmt: skip
 
 
@@ -186,12 +188,12 @@ def require_plot() -> None:
 
 
 # -- a step -----------------------------------------------------------------------------------------------
-def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any]) -> None:
+def _stack(axes: "Axes", steps: Timeline, data: dict[str, Any], budget_bytes: int = 0) -> None:
     """The bytes of each category over a step, stacked; phases above, the peak marked."""
     _areas(axes, steps)
     axes.set(xlim=(0, len(steps.totals) - 1), xticks=[], xlabel=ORDER)
     _name_phases(axes, steps)
-    _mark_peak(axes, steps, data["peak"])
+    _mark_peak(axes, steps, data["peak"], budget_bytes=budget_bytes)
 
 
 def _areas(axes: "Axes", steps: Timeline, size: float = 9.5) -> None:
@@ -232,26 +234,40 @@ def _name_area(axes: "Axes", kind: str, floor: list[int], roof: list[int], top: 
 
 
 def _name_phases(axes: "Axes", steps: Timeline) -> None:
-    above = axes.get_xaxis_transform()
     if steps.microbatches > 1:
-        words = f"{steps.microbatches} microbatches, then the update"
-        axes.text(0.5, 1.02, words, transform=axes.transAxes, ha="center", color=MUTED)
-        return
-    for span in steps.spans:
-        if span.end - span.first > 0.08 * len(steps.totals):  # wide enough for its name
-            axes.axvline(span.first, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0)
-            middle = (span.first + span.end) / 2
-            axes.text(middle, 1.02, span.phase, transform=above, ha="center", color=MUTED)
+        axes.text(0.5, 1.07, _pieces(steps), transform=axes.transAxes, ha="center", color=MUTED)
+        marks = _numbered(steps)
+    else:
+        marks = [(str(span.phase), span.first, span.end) for span in steps.spans]
+    for name, first, end in marks:
+        if end - first > 0.012 * (len(name) + 1) * len(steps.totals):  # wide enough for its name
+            axes.axvline(first, color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=0)
+            axes.text((first + end) / 2, 1.02, name, transform=axes.get_xaxis_transform(), ha="center", color=MUTED)
 
 
-def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any], words: str = "") -> None:
+def _numbered(steps: Timeline) -> list[tuple[str, int, int]]:
+    """Where each microbatch is, and the update; nothing if the columns are too few to tell them apart."""
+    starts = [span.first for span in steps.spans if span.phase == Phase.FORWARD]
+    if len(starts) != steps.microbatches:
+        return []
+    ends = [*starts[1:], next(span.first for span in steps.spans if span.phase == Phase.UPDATE)]
+    passes = [(str(number), *place) for number, place in enumerate(zip(starts, ends, strict=True), 1)]
+    return [*passes, ("update", ends[-1], len(steps.totals))]
+
+
+def _mark_peak(axes: "Axes", steps: Timeline, peak: dict[str, Any], words: str = "", budget_bytes: int = 0) -> None:
     column, size = steps.peak_column, max(steps.totals)
     words = words or " ".join(filter(None, [format_bytes(size), peak["module"] and f"at {peak['module']}"]))
-    on_left = column > 0.6 * len(steps.totals)
-    side, shift = ("right", -8) if on_left else ("left", 8)
+    side, shift = ("right", -8) if _is_late(steps) else ("left", 8)
     axes.plot(column, size, "o", color=INK, ms=5)
     place: Any = {"textcoords": "offset points", "ha": side, "weight": "bold", "bbox": HALO}
-    axes.annotate(words, (column, size), (shift, 5), **place)
+    above = budget_bytes if size <= budget_bytes < 1.08 * size else size  # its line would run through the words
+    axes.annotate(words, (column, above), (shift, 5), **place)
+
+
+def _is_late(steps: Timeline) -> bool:
+    """Whether the peak is so far right that its words go to its left."""
+    return steps.peak_column > 0.6 * len(steps.totals)
 
 
 def changes(*lines: list[int]) -> list[int]:
