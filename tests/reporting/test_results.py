@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from shoestring.errors import ShoestringError
+from shoestring.records import read_object
 from shoestring.reporting.page.data import study_data
 from shoestring.reporting.results import index_text, write_results
 from shoestring.reporting.results_figure import results_figure
 from shoestring.studies.jobs import Store, identify
-from shoestring.studies.results import import_results, report, trials
+from shoestring.studies.results import import_results, report, steps, trials
 from shoestring.studies.runner import memory_job, training_jobs
 from shoestring.studies.study import load, names, parse
 
@@ -77,7 +78,8 @@ def finished(tmp_path, study, data):
 def written(tmp_path, study, data):
     store = finished(tmp_path, study, data)
     found = report(study, "small", store, data)
-    return write_results(tmp_path / "results", study, found, trials(study, "small", store, data))
+    trained, measured_steps = trials(study, "small", store, data), steps(study, "small", store)
+    return write_results(tmp_path / "results", study, found, trained, measured_steps)
 
 
 def test_the_page_has_the_papers_figures_beside_ours_what_differs_and_the_verdicts(tmp_path, study, data):
@@ -215,13 +217,19 @@ def test_the_figure_has_its_title_whole_plain_numbers_and_no_name_of_what_it_doe
     assert all(place >= 0 for place in texts)
 
 
-def test_another_store_takes_the_trials_over_once(tmp_path, study, data):
+def test_another_store_takes_trials_and_measured_steps_over_once(tmp_path, study, data):
     path, other = written(tmp_path, study, data)[0], Store(tmp_path / "other")
-    assert (import_results(path, other), import_results(path, other)) == (3, 0)
-    assert report(study, "small", other, data)["rows"][0]["quality"]["accuracy"] == pytest.approx(80.1)
+    kept = read_object(path.read_bytes())
+    assert import_results(path, other) == len(kept["trials"]) + len(kept["steps"]) == 3 + len(study.rows)
+    assert import_results(path, other) == 0
+    again = report(study, "small", other, data)
+    assert again["rows"][0]["quality"]["accuracy"] == pytest.approx(80.1)
+    assert again == {key: value for key, value in kept.items() if key not in ("trials", "steps")}
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"trials": [1]}', b'{"trials": [{"job": {}}]}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{}", b'{"trials": [1]}', b'{"trials": [{"job": {}}]}', b'{"trials": [], "steps": 1}']
+)
 def test_a_file_that_holds_no_results_is_refused(tmp_path, content):
     path = tmp_path / "results.json"
     path.write_bytes(content)

@@ -149,11 +149,11 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    """Takes the trials of a results file (`study report NAME --output DIR`) into the store."""
+    """Takes the trials and steps of a results file (`study report NAME --output DIR`) into the store."""
     from ..studies.results import import_results
 
     new = import_results(Path(args.name), _store(args))
-    print(f"{new} trials of {args.name} are new in {args.store}", file=sys.stderr)
+    print(f"{new} trials and measured steps of {args.name} are new in {args.store}", file=sys.stderr)
     return 0
 
 
@@ -167,14 +167,15 @@ def _report(args: argparse.Namespace) -> int:
     found = report(study, args.scale, store, args.data)
     if args.output is not None:
         from ..reporting.results import write_results
-        from ..studies.results import trials
+        from ..studies.results import steps, trials
 
         if not any(row["measured_bytes"] or row["seeds"] for row in found["rows"]):
             raise ShoestringError(
                 f"nothing of {study.name} at {args.scale} is done in {args.store}, so nothing was written: "
                 f"run `shoestring study run {args.name} --scale {args.scale}` with this --store"
             )
-        for path in write_results(args.output, study, found, trials(study, args.scale, store, args.data)):
+        trained, measured = trials(study, args.scale, store, args.data), steps(study, args.scale, store)
+        for path in write_results(args.output, study, found, trained, measured):
             print(f"wrote {path}", file=sys.stderr)
     if args.json:
         print_json(found)

@@ -1,10 +1,11 @@
-"""A study's results as files to keep: NAME.SCALE.json (rows, claims, trials), .svg and .md.
+"""A study's results as files to keep: NAME.SCALE.json (rows, claims, trials, steps), .svg and .md.
 
 The page says what the paper printed beside what was found here, and what was done otherwise.
 """
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from .results_figure import results_figure
 from .studies import claim_line, has_rules, rows_shown, table
 
 
-def write_results(folder: Path, study: Study, found: dict[str, Any], trials: list[dict[str, Any]]) -> list[Path]:
-    """A study's report and its trials -> the files that were written."""
+def write_results(
+    folder: Path, study: Study, found: dict[str, Any], trials: list[dict[str, Any]], steps: Sequence[Any] = ()
+) -> list[Path]:
+    """A study's report, its trials and measured steps -> the files that were written."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{study.name}.{found['scale']}"
     data, picture, page = (folder / f"{stem}.{suffix}" for suffix in ("json", "svg", "md"))
-    replace_file(data, json.dumps(found | {"trials": trials}, indent=1) + "\n")
+    replace_file(data, json.dumps(found | {"trials": trials, "steps": steps}, indent=1) + "\n")
     results_figure(picture, study, found)
     replace_file(page, page_text(study, found, trials, picture.name, data.name))
     index = folder / "README.md"

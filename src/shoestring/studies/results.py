@@ -65,13 +65,20 @@ def trials(study: Study, scale_name: str, store: Store, root: str | None = None)
     return found
 
 
+def steps(study: Study, scale_name: str, store: Store) -> list[dict[str, Any]]:
+    """The measured steps of a study's rows, each as its job and result."""
+    jobs = [memory_job(study, row, study.scale(scale_name)) for row in study.rows]
+    return [{"job": job, "result": result} for job in jobs if (result := store.result(job)) is not None]
+
+
 def import_results(path: Path, store: Store) -> int:
-    """A results file -> how many of its trials the store did not have yet."""
+    """A results file -> how many of its trials and measured steps the store did not have yet."""
     try:
-        found = read_object(file_bytes(path))["trials"]
-        if not matches(found, list[dict[str, Any]]):
-            raise ValueError("its trials are not a list of objects")
-        pairs = [(trial["job"], trial["result"]) for trial in found]
+        file = read_object(file_bytes(path))
+        found = [file["trials"], file.get("steps", [])]
+        if not matches(found, list[list[dict[str, Any]]]):
+            raise ValueError("its trials or steps are not a list of objects")
+        pairs = [(one["job"], one["result"]) for some in found for one in some]
         if not matches([part for pair in pairs for part in pair], list[dict[str, Any]]):
             raise ValueError("a job or a result is no object")
     except OSError as error:
