@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -76,8 +77,8 @@ def test_the_bytes_are_kept_by_every_choice_and_the_errors_become_the_measured_o
     for _ in range(9):
         lean.step(one.batch)
         assert stored(hook) <= 95_000
-        assert [rule.codec for rule in hook.rules if rule.operation == "*"] == [
-            codec for name, codec in hook.choice.items() if not name.startswith(("norms", "masks"))
+        assert [rule.codec for rule in hook.rules] == [
+            codec for name, codec in hook.choice.items() if name != adaptive.REST
         ]
     assert hook.measured == 5
     assert hook.errors != usual and hook.choice != first
@@ -91,6 +92,40 @@ def test_all_that_the_batch_saves_is_within_the_size_masks_and_other_exact_tenso
     for share in (0.0, 0.1, 0.3, 0.7):
         size = least + int(share * (most - least))
         assert saved_bytes(apply(one, Plan(activations=f"adaptive-{size}B")).task) <= size
+
+
+@pytest.mark.parametrize(("model", "travelling"), [("wrn-10-1", {"batch_norm": 7}), ("vit-tiny", {
+    "layer_norm": 24, "gelu": 12, "scaled_dot_product_attention": 12,
+})])  # fmt: skip
+def test_what_travels_has_a_codec_of_its_own_and_is_offered_none_with_a_bias(model, travelling):
+    parts = hook_of(apply(shoestring.builtin(model, device="meta", batch=64), Plan(activations="adaptive-1GB"))).parts
+    norms = [part for part in parts if ":" in part.name]
+    assert Counter(part.name.partition(":")[2] for part in norms) == travelling
+    assert all(part.bytes.keys() <= {EXACT, *adaptive.UNBIASED} for part in norms)
+    # A module's own rule comes before the rule for all of its operations.
+    places = [rule for part in parts for rule in part.rules]
+    assert all(operation == "*" for _, operation in places[len(norms) :])
+
+
+def test_what_travels_is_measured_in_turn_and_finer_rounding_is_told_by_the_coarsest(monkeypatch):
+    monkeypatch.setattr(adaptive, "MEASURE_EVERY", 1)
+    monkeypatch.setattr(adaptive, "PROBED", 1)
+    one = task()
+    blocks = [nn.Sequential(nn.Conv2d(width, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for width in (3, 8, 8)]
+    one = one.with_(model=nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)))
+    lean = apply(one, Plan(activations="adaptive-400KB"))
+    hook = hook_of(lean)
+    norms = [part.name for part in hook.parts if ":" in part.name]
+    assert len(norms) == 3
+    assert [part.name for part in hook._probed()] == norms  # all, at the first time
+    seen = []
+    for _ in range(len(norms) + 1):
+        lean.step(one.batch)
+        seen += [part.name for part in hook._probed()]
+    assert seen == [*norms, norms[0]]
+    for name in norms:
+        errors = hook.errors[name]
+        assert errors["int4"] == pytest.approx(errors["int2"] / 25) and 0 < errors["int8"] < errors["int4"]
 
 
 def test_its_error_is_at_most_that_of_any_uniform_codec_of_as_many_bytes():

@@ -3,8 +3,9 @@
 A dynamic programme (`choose`) gives every layer the codec with which the squared errors of all gradients add up to the
 least. Before the first update the errors are those of another network. Then, every so often, the gradients of a few
 samples are made exactly and with each codec, and the choice is made anew. Because an error in the input of a linear map
-stays in its weight's gradient, one pass with a codec everywhere gives the errors of all layers; what norms and GELU
-save, whose errors travel, is one choice for all of them.
+stays in its weight's gradient, one pass with a codec everywhere gives the errors of all layers. What a norm or GELU
+saves makes an error that travels to all layers before it, so each has passes of its own, a few of them at a time; it is
+offered codecs without bias only, whose errors do not add up on the way.
 """
 
 from collections import Counter
@@ -31,10 +32,15 @@ if TYPE_CHECKING:
 
 # The squared sine between a layer's gradients with a codec and without, on ResNet-18 with CIFAR-10: to begin with.
 USUAL = {"int8": 1e-5, "int4": 0.003, "pool8+int2": 0.05, "int2": 0.06, "pool2": 0.15, "pool4": 0.29}
-TRAVELLING = ("batch_norm", "layer_norm", "group_norm", "gelu")  # operations whose errors reach the layers before them
+# Operations whose errors reach the layers before them.
+TRAVELLING = ("batch_norm", "layer_norm", "group_norm", "gelu", "scaled_dot_product_attention")
+# Bits, fewest last. The variance goes with the square of a step, range / (2^bits - 1): one codec tells of the others.
+ROUNDING = {"int8": 8, "int4": 4, "int2": 2}
+UNBIASED = (*ROUNDING, "pool8+int2")  # what travelling errors may be made by
 EXACT = "whole"
 REST = "masks and the like"  # what no codec takes, and counts all the same
 SAMPLES = 4  # of a microbatch, on which errors are measured
+PROBED = 6  # norms and GELUs whose errors are measured at a time, in turn; all of them at the first time
 MEASURE_EVERY, CHOOSE_EVERY = 50, 200  # updates
 MEMORY = 0.8  # the share of the old mean in a new one
 GAIN = 0.9  # a new choice is taken if its error is at most so much of the old one's
@@ -43,8 +49,8 @@ Choice = dict[str, str]  # the codec of each part
 
 
 class Part(NamedTuple):
-    """Something whose codec is chosen: a layer, or all norms and GELUs. `bytes` per codec, exact included. Of one,
-    the rest, there is nothing to choose."""
+    """Something whose codec is chosen: a layer, a norm or a GELU. `bytes` per codec, exact included. Of one, the rest,
+    there is nothing to choose."""
 
     name: str
     rules: tuple[tuple[str, str], ...]  # modules and operations
@@ -141,19 +147,35 @@ class Adaptive:
         found: Errors = {part.name: {EXACT: 0.0} for part in self.parts}
         with untouched(task.model):
             exact = gradients(self._under(task, ()), batch, scale)
+
+        def probe(parts: Sequence[Part], codec: str) -> None:
+            rules = rules_of(parts, {part.name: codec for part in parts})
+            with untouched(task.model):
+                lossy = gradients(self._under(task, rules, stepper.updates, least_bytes=0), batch, scale)
+            for part in parts:
+                names = (part.weights or set(exact)) & set(exact)
+                overlap = total([Overlap.of(exact[name], lossy[name]) for name in names] or [Overlap(0, 0, 0)])
+                found[part.name][codec] = overlap.error
+
         for codec in USUAL:
-            layers = [part for part in self.parts if part.weights and codec in part.bytes]
-            norms = [part for part in self.parts if not part.weights and codec in part.bytes]
-            for parts in filter(None, (layers, norms)):
-                rules = rules_of(parts, {part.name: codec for part in parts})
-                with untouched(task.model):
-                    lossy = gradients(self._under(task, rules, stepper.updates, least_bytes=0), batch, scale)
-                for part in parts:
-                    names = (part.weights or set(exact)) & set(exact)
-                    overlap = total([Overlap.of(exact[name], lossy[name]) for name in names] or [Overlap(0, 0, 0)])
-                    found[part.name][codec] = overlap.error
+            if layers := [part for part in self.parts if part.weights and codec in part.bytes]:
+                probe(layers, codec)
+        for part in self._probed():
+            rounding = [codec for codec in ROUNDING if codec in part.bytes]
+            for codec in [codec for codec in part.bytes if codec not in (EXACT, *rounding[:-1])]:
+                probe([part], codec)
+            for codec in rounding[:-1]:
+                found[part.name][codec] = found[part.name][rounding[-1]] * (_step(codec) / _step(rounding[-1])) ** 2
         whole = all(isfinite(error) for errors in found.values() for error in errors.values())
         return found if whole else {}
+
+    def _probed(self) -> list[Part]:
+        """The parts with travelling errors whose turn it is."""
+        travelling = [part for part in self.parts if not part.weights and len(part.bytes) > 1]
+        if not self.measured or len(travelling) <= PROBED:
+            return travelling
+        first = (self.measured - 1) * PROBED
+        return [travelling[number % len(travelling)] for number in range(first, first + PROBED)]
 
     def _under(self, task: Task, rules: tuple[Rule, ...], seed: int = 0, least_bytes: int | None = None) -> Task:
         """The task with other rules in the place of those that were chosen."""
@@ -210,6 +232,11 @@ def _usual(codec: str) -> float:
     return USUAL.get(codec, 0.0)
 
 
+def _step(codec: str) -> float:
+    """The step between two values of a codec that rounds, as a share of their range."""
+    return 1 / (2 ** ROUNDING[codec] - 1)
+
+
 def _one(batch: Any) -> list[Any]:
     return [batch]
 
@@ -242,18 +269,22 @@ def parts_of(task: Task) -> tuple[Part, ...]:
 def _rehearsed(task: Task) -> tuple[Part, ...]:
     names = [name for name, _ in task.model.named_parameters()]
     found = {codec: saved(task.with_(contexts=(*task.contexts, SavedPass(_everywhere(codec))))) for codec in USUAL}
-    layers: dict[str, Part] = {}
-    norms = Part("norms and GELU", tuple(("*", name) for name in TRAVELLING), frozenset(), {})
-    modules = dict.fromkeys(kept.module for one in found.values() for kept in one.compressed if _stays(kept))
-    for module in modules:
-        inputs = {
-            codec: [k for k in one.compressed if _stays(k) and k.module == module] for codec, one in found.items()
-        }
-        if weights := weights_of(module, (kept.weight for some in inputs.values() for kept in some), names):
-            layers[module] = Part(module, ((module, "*"),), frozenset(weights), _bytes(inputs))
-    norms.bytes.update(_bytes({codec: [k for k in one.compressed if not _stays(k)] for codec, one in found.items()}))
-    parts = tuple(part for part in (*layers.values(), norms) if part.bytes)
-    rest = min(one.exact_bytes for one in found.values())
+    places: dict[tuple[str, str], dict[str, list[Kept]]] = {}  # module and operation ("*": linear maps) -> by codec
+    for codec, one in found.items():
+        for kept in one.compressed:
+            place = kept.module, "*" if _stays(kept) else kept.operation
+            places.setdefault(place, {codec: [] for codec in USUAL})[codec].append(kept)
+    parts = []
+    # The rules of norms first: those of layers are for all operations of their modules.
+    for (module, operation), inputs in sorted(places.items(), key=lambda place: place[0][1] == "*"):
+        if operation != "*":
+            sizes = _bytes({codec: inputs[codec] for codec in UNBIASED})
+            parts.append(Part(f"{module}:{operation}", ((module, operation),), frozenset(), sizes))
+        elif weights := weights_of(module, (kept.weight for some in inputs.values() for kept in some), names):
+            parts.append(Part(module, ((module, "*"),), frozenset(weights), _bytes(inputs)))
+    parts = [part for part in parts if part.bytes]
+    smallest = rules_of(parts, {part.name: min(part.bytes, key=part.bytes.__getitem__) for part in parts})
+    rest = saved(task.with_(contexts=(*task.contexts, SavedPass(smallest)))).exact_bytes
     return (*parts, Part(REST, (), frozenset(), {EXACT: rest})) if parts else ()
 
 
