@@ -318,3 +318,33 @@ def test_a_result_that_is_changed_in_place_before_the_next_call_is_an_input_of_i
     (y, x), (wanted, plain) = run(region.call), run(lambda function, args, kwargs: function(*args))
     (found,), (gradient,) = torch.autograd.grad(y.sum(), x), torch.autograd.grad(wanted.sum(), plain)
     assert torch.equal(y, wanted) and torch.equal(found, gradient)
+
+
+@pytest.mark.parametrize("call", [
+    lambda attention, x: attention(x, x, x),
+    lambda attention, x: attention(query=x, key=x, value=x, need_weights=False),
+    lambda attention, x: attention(x, y := x * 2, y),
+], ids=["self", "by keyword", "keys are values"])  # fmt: skip
+def test_arguments_that_were_one_tensor_are_one_again(call):
+    """MultiheadAttention asks whether they are, and projects them together if so."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(8, 2)
+    gradients = []
+    for run in (attention, lambda *args, **kwargs: Region("region").call(attention, args, kwargs)):
+        x = torch.linspace(-1, 1, 40).view(5, 1, 8).requires_grad_()
+        attention.zero_grad()
+        call(run, x * 1)[0].square().sum().backward()
+        gradients.append([x.grad, *(parameter.grad.clone() for parameter in attention.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_tensor_that_is_given_twice_is_stored_once():
+    stored = []
+
+    def store(tensor):
+        stored.append(tensor)
+        return AsIs(tensor)
+
+    x = leaf() * 2
+    Region("region", store_input=store).call(lambda a, b, *, c: a * b * c, (x, x), {"c": x}).sum().backward()
+    assert len(stored) == 1

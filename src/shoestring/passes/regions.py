@@ -111,7 +111,9 @@ class Region:
         """Runs `function`, which may change `buffers`, as the region's next call; stores nothing that it saves."""
         with DisableTorchFunction():  # the region's own operations are not the model's
             leaves, rebuild = flatten((args, kwargs))
-            written = [self._write_down(leaf) for leaf in leaves]
+            # What was one tensor is one again: attention(x, x, x) goes another way than for three that are equal.
+            distinct = {id(leaf): self._write_down(leaf) for leaf in {id(leaf): leaf for leaf in leaves}.values()}
+            written = [distinct[id(leaf)] for leaf in leaves]
             entered = [(leaf, leaf._version) for leaf, argument in zip(leaves, written, strict=True)
                        if isinstance(argument, _Argument) and leaf.requires_grad]  # fmt: skip
             state = State(self.devices | devices_of(leaves), buffers)
@@ -178,10 +180,13 @@ class Region:
         raise ShoestringError(self._different(f"{len(self.recomputed)} tensors in place of {len(self.saved)}"))
 
     def _recompute_call(self, number: int, call: _Call, made: dict[_Place, Any]) -> dict[_Place, Any]:
+        arguments = dict.fromkeys(leaf for leaf in call.leaves if isinstance(leaf, _Argument))
+        taken = {argument: self._taken(argument) for argument in arguments}
         leaves = [
-            made[leaf] if isinstance(leaf, _Place) else self._taken(leaf) if isinstance(leaf, _Argument) else leaf
+            made[leaf] if isinstance(leaf, _Place) else taken[leaf] if isinstance(leaf, _Argument) else leaf
             for leaf in call.leaves
         ]
+        del taken
         args, kwargs = call.rebuild(leaves)
         del leaves
         with call.state.restored():
