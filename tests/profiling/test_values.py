@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import rnn
 
 import transformers_zoo
 from metering import measured, predicted
@@ -82,6 +83,51 @@ def test_sizes_that_the_batch_decides_are_those_of_the_run(loss):
     result = profile(task)
     assert result.tensor_peak_bytes == pytest.approx(measured(task).tensor_peak_bytes, rel=0.005)
     assert not any("depends" in words or "the most" in words for words in result.unseen)
+
+
+class Packed(nn.Module):
+    """Sequences of different lengths, packed for a recurrent layer and unpacked again."""
+
+    def __init__(self, kind, width=64, **how):
+        super().__init__()
+        self.recurrent = getattr(nn, kind)(width, 32, **how)
+        self.first = how.get("batch_first", False)
+
+    def forward(self, x, lengths):
+        given = x if self.first else x.transpose(0, 1)
+        packed = rnn.pack_padded_sequence(given, lengths, batch_first=self.first, enforce_sorted=False)
+        made, _ = self.recurrent(packed)
+        return rnn.pad_packed_sequence(made, batch_first=self.first)[0]
+
+
+@pytest.mark.parametrize("kind, how", [
+    ("LSTM", {"batch_first": True}),
+    ("GRU", {"bidirectional": True}),
+    ("RNN", {"num_layers": 2, "batch_first": True, "width": 1024}),  # more than is computed for real
+], ids=["LSTM", "GRU", "RNN"])  # fmt: skip
+def test_packed_sequences_take_what_their_lengths_say(kind, how):
+    def task(*lengths):
+        x = torch.randn(8, 10, how.get("width", 64))
+        return Task(Packed(kind, **how), mean, (x, torch.tensor(lengths)), SGD())
+
+    uneven, even = task(10, 3, 7, 1, 5, 2, 4, 2), task(*[10] * 8)
+    results = predicted(uneven), predicted(even)
+    assert results[0].peak_bytes == pytest.approx(measured(uneven).peak_bytes, rel=0.005)
+    assert results[1].peak_bytes > 1.1 * results[0].peak_bytes
+    assert not any("the most" in words or "tell" in words for words in results[0].unseen)
+    assert "_pad_packed_sequence" not in vars(torch._VF)
+
+
+def test_packed_sequences_whose_lengths_nobody_knows_are_bounded_and_it_is_said():
+    def loss(model, batch):
+        seen = (batch @ model.recurrent.weight_ih_l0.sum(0) > 0).sum(1)
+        return mean(model, (batch, seen.clamp(min=1)))
+
+    torch.manual_seed(0)
+    task = Task(Packed("LSTM", batch_first=True), loss, torch.randn(8, 10, 64), SGD())
+    result = predicted(task)
+    assert result.peak_bytes >= measured(task).peak_bytes
+    assert any("_pack_padded_sequence" in words for words in result.unseen)
 
 
 def test_a_check_of_the_labels_is_passed_as_in_the_run():

@@ -24,6 +24,7 @@ from ..fakes import Faker, faked
 from ..structure import tensors
 from ..task import Task
 from .choices import Choices, short
+from .packed import unpacked_by_operators
 from .trace import Tracer
 
 T = TypeVar("T")
@@ -61,7 +62,7 @@ def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]
             if fake.untyped_storage()._cdata not in learned:
                 tracer.values.lend(fake, real)
         faker.forget()
-        with mode, tracer.choices.drawing(), _as_in_a_run():
+        with mode, tracer.choices.drawing(), _as_in_a_run(), unpacked_by_operators():
             yield fakes
 
 

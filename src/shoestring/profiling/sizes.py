@@ -4,6 +4,7 @@ The routing of a mixture of experts is learned, so that no trace knows it: each 
 """
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ def made_by(func: Any, args: tuple, kwargs: dict, values: Values, call: Callable
     """
     if func is aten.index.Tensor:
         return aten.index.Tensor(args[0], _by_number(args[1], call)), True  # `call` told what is bounded
+    if func is aten._pack_padded_sequence.default:
+        return _pack_padded_sequence(values, call, *args)
     results = values.run(func, args, kwargs)
     if results is not None:
         largest = max(results, key=lambda result: sum(part.numel() for part in _flat(result)))
@@ -95,6 +98,28 @@ def _ctc_loss(
         longest = int(known[0].max()) if known else targets.shape[-1]
     batch = scores.shape[1] if scores.dim() == 3 else 1
     return (scores.new_empty(batch), scores.new_empty(batch, scores.shape[0], 2 * longest + 1)), known is not None
+
+
+def _pack_padded_sequence(
+    values: Values, call: Callable, x: Tensor, lengths: Tensor, batch_first: bool
+) -> tuple[Any, bool]:
+    """The steps of all sequences one after another, and how many sequences have each step; as if all were whole, where
+    the lengths are not known. The second is real: PyTorch's recurrent layers read it without an operator."""
+    x = x.transpose(0, 1) if batch_first else x
+    known = values.of(lengths)
+    with no_dispatch():
+        given = known[-1] if known else torch.full((x.shape[1],), x.shape[0])
+        sizes = aten._pack_padded_sequence(torch.empty(x.shape[:2]), given, False)[1]
+        counts = sizes.tolist()
+    parts, start = [], 0
+    for size, run in groupby(counts):  # PyTorch copies what is not contiguous, and then puts it together
+        stop = start + len(list(run))
+        part = x[start:stop, :size]
+        if not part.is_contiguous():
+            part = call(aten.clone.default, (), (part,), {"memory_format": torch.contiguous_format})
+        parts.append(part.flatten(0, 1))
+        start = stop
+    return (call(aten.cat.default, (), (parts,)), sizes), known is not None and len(known) == 1
 
 
 _BOUNDS: dict[Any, Callable[..., tuple[Any, bool] | None]] = {

@@ -51,7 +51,10 @@ class Values:
     def follow(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor], out: Any) -> None:
         """Runs an operator that was called on fakes, `given` among its arguments, on their values too, or drops the
         values that it wrote to."""
-        if func.is_view or not (_draws(func) or self._is_concerned(func, given)):
+        if func.is_view:
+            self._lend_views(given, out)
+            return
+        if not (_draws(func) or self._is_concerned(func, given)):
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
         outs = list(tensors_among([out]))
@@ -61,6 +64,13 @@ class Values:
         elif not self._run(func, args, kwargs, outs, written):
             for key in written:
                 self.forget(key)
+
+    def _lend_views(self, given: list[Tensor], out: Any) -> None:
+        """A view of a real tensor is a fake on a storage of its own; one of a fake has that fake's."""
+        for real in given:
+            if not isinstance(real, FakeTensor) and self.of(real) is not None:
+                for view in tensors_among([out]):
+                    self.lend(view, real.untyped_storage())
 
     def _is_concerned(self, func: Any, given: list[Tensor]) -> bool:
         """Whether a call has known values only, or may write into some; of most calls neither is true, and quickly."""
