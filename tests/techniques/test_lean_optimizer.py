@@ -418,6 +418,17 @@ def test_what_is_not_known_is_refused(optimizer, words, error):
         apply(make(optimizer=optimizer), Settings(words))
 
 
+@pytest.mark.parametrize("optimizer", [HEAVY_BALL, ADAM, lambda parameters: torch.optim.AdamW(parameters)])
+@pytest.mark.parametrize("words", ["no-gradient", "8bit", "sm3"])
+def test_complex_parameters_are_refused_by_name(optimizer, words):
+    task = make(optimizer=optimizer)
+    task.model.phases = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    with pytest.raises(ShoestringError, match=r"parameter phases is torch\.complex64"):
+        apply(task, Settings(words))
+    with pytest.raises(ShoestringError, match="complex64"):
+        options(task)
+
+
 def test_a_form_without_a_state_has_no_effect():
     with pytest.raises(NoEffect, match="keeps nothing"):
         apply(make(optimizer=PLAIN), Settings("8bit"))

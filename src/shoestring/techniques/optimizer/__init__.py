@@ -205,6 +205,12 @@ def lean_update(task: Task, state: str | None = None) -> LeanSettings:
 
 
 def _lean(task: Task) -> LeanSettings:
+    for name, _, parameter in trainable(task.model):
+        if parameter.is_complex():
+            raise ShoestringError(
+                f"parameter {name} is {parameter.dtype}, which no lean optimizer updates: leave out optimizer and "
+                "precision, or hold its real and imaginary parts in one real parameter (torch.view_as_complex)"
+            )
     if type(task.optimizer) in BUILDERS:
         return LeanSettings(task.optimizer)
     groups = groups_of(task)
