@@ -450,6 +450,13 @@ def test_the_planner_is_offered_what_applies_with_its_risk():
     assert risks == [Risk.EXACT, Risk.NEUTRAL, Risk.APPROXIMATE]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_16_bits_are_rounded_otherwise_than_by_pytorch_and_no_update_of_them_is_exact(dtype):
+    task = make()
+    task.model[0].to(dtype)
+    assert risk(task, "no-gradient") == Risk.NEUTRAL
+
+
 def test_packed_state_is_plain_data_and_tensors():
     stepper = Stepper(make(optimizer=LeanSettings(ADAM, "8bit")))
     stepper.step(stepper.task.batch)
