@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import SGD, Adam, ShoestringError, Task
+import shoestring
+from shoestring import SGD, Adam, Plan, ShoestringError, Task
 from shoestring.items import counted
 from shoestring.ledger import Phase
 from shoestring.phases import listen
@@ -25,6 +26,23 @@ def make(**changes) -> Task:
 def parameters_after(task: Task, batch) -> list[torch.Tensor]:
     Stepper(task).step(batch)
     return [p.detach().clone() for p in task.model.parameters()]
+
+
+@pytest.mark.parametrize("call", [
+    shoestring.profile, lambda found: shoestring.plan(found, "1MB"), lambda found: shoestring.apply(found, Plan())
+], ids=["profile", "plan", "apply"])  # fmt: skip
+def test_a_model_alone_is_no_task(call):
+    with pytest.raises(ShoestringError, match=r"a Linear is no task: make one, shoestring\.Task\(model, loss"):
+        call(nn.Linear(4, 2))
+
+
+def test_other_arguments_of_a_wrong_kind_are_named():
+    with pytest.raises(ShoestringError, match=r"apply\(\) takes a Plan, as in .*, not a str"):
+        shoestring.apply(make(), "fp16")
+    with pytest.raises(ShoestringError, match="the allocator meter runs a function, not Task"):
+        shoestring.measure(make())
+    with pytest.raises(ShoestringError, match="nosuch holds no run: name the folder that `shoestring train` wrote"):
+        shoestring.load("nosuch")
 
 
 # -- what a task is made of ----------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def profile(task: "Task", calibrate: bool = True, **how: Any) -> "Profile":
     table `workspace` nothing is measured. `progress(done, total)` is called after each operator that is measured.
     """
     from .profiling import profile
+    from .task import need_task
 
+    need_task(task)
     progress = how.pop("progress", None)
     if not calibrate or "workspace" in how or not _is_on_cpu(task):
         return profile(task, **how)
@@ -97,7 +99,9 @@ def plan(task: "Task", budget: str | int | None, risk: str = "neutral", **how: A
     In several processes (torchrun) the budget is that of each, `task.batch` is the share of one, and all get one plan.
     """
     from .distributed import joined
+    from .task import need_task
 
+    need_task(task)
     world = joined()
     if world.size == 1:
         return _planned(task, budget, risk, how)

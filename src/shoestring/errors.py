@@ -1,5 +1,7 @@
 """One family of errors: each message says what, the number, the cause and what to do next."""
 
+from typing import Any
+
 
 def how_to_install(extra: str) -> str:
     """An optional extra -> the command that installs it, also from a checkout: the name alone is another's on PyPI."""
@@ -18,6 +20,17 @@ class ShoestringError(Exception):
 
 class NoEffect(ShoestringError):
     """A technique that changed nothing where it was applied."""
+
+
+class NotWritten(ShoestringError):
+    """A file could not be written, for example on a full disk."""
+
+    exit_code = 1
+
+    @classmethod
+    def because(cls, path: Any, error: OSError) -> "NotWritten":
+        """The error for a file that the user named."""
+        return cls(f"{str(path)!r} cannot be written: {error.strerror or error}; make room, or write elsewhere")
 
 
 class NoPlanFits(ShoestringError):

@@ -224,3 +224,10 @@ def _hint(returned: Any) -> str:
     if isinstance(returned, tuple | list):
         return "return the one of its parts that is the loss, such as output[0]"
     return "return the mean loss of the batch"
+
+
+def need_task(found: Any) -> None:
+    """Refuses what is no task, as a model alone is."""
+    if not isinstance(found, Task):
+        kind = type(found).__name__
+        raise ShoestringError(f"a {kind} is no task: make one, shoestring.Task(model, loss, batch, optimizer)")

@@ -209,6 +209,20 @@ def test_damaged_weights_are_named_with_others_to_take(shoestring, folder):
         assert shoestring(*words, "--weights", "last").code == 0
 
 
+def test_a_finished_run_whose_last_save_is_damaged_is_trained_on_and_not_called_finished_already(shoestring, folder):
+    trained(shoestring, "--epochs", 2, "--save-every", 3, "--run", "run")
+    flip(max((folder / "run" / "saves").iterdir()) / "model.safetensors")
+    before = json.loads((folder / "run" / "record.json").read_text())
+    again = shoestring("train", "net.py:task", "--resume", "--run", "run")
+    assert again.code == 0 and "continuing from update" in again.err and "finished already" not in again.out
+    after = json.loads((folder / "run" / "record.json").read_text())
+    assert after["seconds"] > before["seconds"] and after["updates"] == before["updates"]
+    assert "finished already" in shoestring("train", "net.py:task", "--resume", "--run", "run").out
+    shutil.rmtree(folder / "run" / "saves")
+    answer = shoestring("evaluate", "run", "net.py:task")
+    assert answer.code == 4 and "--resume --start-over" in answer.err
+
+
 def test_report_says_what_is_damaged(shoestring, folder):
     trained(shoestring, "--epochs", 1, "--run", "run", "--precision", "fp16")
     for name in ("log.jsonl", "plan.json", "step.json", "record.json"):

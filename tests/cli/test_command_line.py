@@ -2,6 +2,7 @@ import errno
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,8 @@ import torch
 import shoestring as package
 from shoestring.cli import doctor
 from shoestring.cli.main import COMMANDS, _run, main
-from shoestring.cli.options import Parser
-from shoestring.errors import Diverged
+from shoestring.cli.options import Parser, write_text
+from shoestring.errors import Diverged, NotWritten
 
 
 def raises(error):
@@ -103,6 +104,22 @@ def test_a_reader_that_leaves_early_is_no_error(arguments):
     done = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_file_for_which_the_disk_has_no_room_is_told_and_not_left_empty(tmp_path, monkeypatch):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("as it was")
+
+    def full(path, text, *_):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    for path in (old, new):
+        with pytest.raises(NotWritten, match="No space left on device; make room, or write elsewhere") as refused:
+            write_text(path, "{}")
+        assert refused.value.exit_code == 1
+    assert old.exists() and not new.exists()
 
 
 def test_output_for_which_the_disk_has_no_room_is_told_as_that(shoestring, monkeypatch):

@@ -53,7 +53,7 @@ def test_a_plan_is_shown_beside_the_model(shoestring, tmp_path, monkeypatch):
     lines = shoestring(*WRN, "--compare", file).out.splitlines()
     peak = next(line.split() for line in lines if line.startswith("peak "))
     assert peak[1:3] == [f"{each['bytes']['total'] / 1e6:.3f}" for each in (data, data["compared"])]
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.startswith("Peak")) <= 80
     rows = [re.findall(r" (\d+\.\d{3})", line) for line in lines]
     *parts, whole, _ = (float(row[1]) for row in rows if len(row) == 2)
     assert sum(parts) == pytest.approx(whole, abs=0.005) and whole == float(peak[2])

@@ -3,6 +3,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -399,3 +400,23 @@ def test_a_file_in_place_of_the_folder_and_more_epochs_to_average_than_there_are
     answer = train("--epochs", 2, "--average", 3, "--run", "new")
     assert answer.code == 2 and "--average 3 is of the last epochs, and there are 2: take fewer" in answer.err
     assert not (tmp_path / "new" / "record.json").exists()
+
+
+FREED = """
+import torch
+from shoestring.cli.train_beside import process_watch
+from shoestring.measuring import base
+base.process_base_bytes = lambda: 0
+del [torch.ones(2**20) for _ in range(2)][:]  # from now on, glibc does not map blocks of this size one by one
+watch = process_watch()
+before, blocks = watch(), [torch.ones(2**20) for _ in range(20)]
+held = watch() - before
+del blocks[:-1]
+print(held, watch() - before)
+"""
+
+
+def test_a_budget_of_the_process_counts_no_block_that_was_freed():
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    held, left = map(int, done.stdout.split())
+    assert held > 20 * 2**22 and left < 2 * 2**22

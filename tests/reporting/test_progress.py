@@ -1,9 +1,10 @@
+import io
 from typing import ClassVar
 
 import pytest
 
 from shoestring.reporting import progress as module
-from shoestring.reporting.progress import progress, waiting
+from shoestring.reporting.progress import progress, steps, waiting
 
 
 def test_short_work_says_nothing(capsys):
@@ -61,6 +62,24 @@ def test_work_that_cannot_tell_how_far_it_is_is_named_after_a_while(capsys, monk
         assert len(Late.timers) == 1
         advance(1, 2)
         assert not Late.timers  # from now on there is a bar
+
+
+def test_a_bar_takes_the_place_of_the_status_line(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0)
+    monkeypatch.setattr(module.sys, "stderr", Terminal())
+    with steps("planning") as tell:
+        tell("this")
+        (status,) = module._shown
+        assert status._live.is_started
+        with progress("measuring") as advance:
+            advance(1, 2)
+            assert not status._live.is_started
+        assert status._live.is_started
+    assert not module._shown
 
 
 def test_an_error_inside_comes_through():

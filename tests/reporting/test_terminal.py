@@ -6,10 +6,10 @@ from shoestring.ledger import Category, Ledger, Phase
 from shoestring.reporting.terminal import make_console, show_profile
 
 
-def page(data, ledger=None, width=80, encoding="utf-8") -> list[str]:
+def page(data, ledger=None, width=80, encoding="utf-8", terminal=True) -> list[str]:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding=encoding)
-    show_profile(make_console(file=file, width=width), data, ledger)
+    show_profile(make_console(file=file, width=width, force_terminal=terminal, color_system=None), data, ledger)
     file.flush()
     return raw.getvalue().decode(encoding).splitlines()
 
@@ -19,6 +19,21 @@ def test_no_line_is_wider_than_the_terminal(data, ledger, width):
     data["by_module"][0]["module"] = "encoder." * 30 + "last"
     data["task"] = "task" * 40
     assert all(len(line) <= width for line in page(data, ledger, width))
+
+
+def test_a_sentence_that_is_piped_is_one_line(data, ledger, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    data["unseen"] = ["the scratch of " + "many operators, " * 20]
+    data["peak"]["module"] = "encoder." * 20 + "last"
+    lines = page(data, ledger, terminal=False)
+    assert any(line.startswith("Unsure") and line.endswith("many operators,") for line in lines)
+    assert sum("encoder." in line and line.startswith("Peak") and "last" in line for line in lines) == 1
+
+
+def test_the_papers_rules_count_no_objects(data):
+    data["object_bytes"] = 1000
+    assert any("with Python objects" in line for line in page(data))
+    assert not any("with Python objects" in line for line in page(data | {"rules": "paper"}))
 
 
 def test_no_row_is_wrapped_and_the_page_fits_a_screen(data, ledger):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ..errors import ShoestringError
+from ..errors import NotWritten, ShoestringError
 from ..techniques import WORDS
 from ..techniques.words import Word, in_words
 
@@ -200,11 +200,14 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whose name the user gave; an OS error becomes one line."""
+    """Writes a file whose name the user gave; an OS error becomes one line, and leaves no empty file."""
+    is_new = not path.exists()
     try:
         path.write_text(text, "utf-8")  # a page says so of itself, whatever the locale
     except OSError as error:
-        raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+        if is_new:
+            path.unlink(missing_ok=True)
+        raise NotWritten.because(path, error) from error
 
 
 def say(words: str) -> None:

@@ -261,7 +261,7 @@ def _train(
     judged = {"evaluate": evaluate} if session.evaluation else {}  # else there is nothing to evaluate on
     later = {"saved": str(folder.path), **judged, "export": export}
     later |= {"process": resident_words(**resident, budget_bytes=whole)}
-    already = before is not None and before.finished and before.updates == record.updates
+    already = before is not None and before.finished and before.seconds == record.seconds
     first, *rest = summary(record, already)
     later |= {"page": str(page)} if page else {}
     if world.rank == 0:

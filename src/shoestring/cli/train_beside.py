@@ -87,7 +87,7 @@ def process_watch() -> Callable[[], int]:
     from ..measuring.process import reset_peak, rss_bytes
 
     base = process_base_bytes()
-    give_back()
+    give_back(from_now_on=True)  # what is freed in a step must not count as taken
     with suppress(ShoestringError):  # then the peak of planning is told too
         reset_peak()
     return lambda: max(0, rss_bytes() - base)

@@ -62,8 +62,8 @@ def measure(run: Callable[[], Any] | str, meter: str = "allocator") -> Measureme
         from .heap import measure_heap, measure_preloaded
 
         return measure_heap(run) if isinstance(run, str) else measure_preloaded(run)
-    if isinstance(run, str):
-        raise ShoestringError(f"the {meter} meter runs a function, not {run!r}: pass the function itself")
+    if not callable(run):
+        raise ShoestringError(f"the {meter} meter runs a function, not {run!r:.60}: pass the function itself")
     return getattr(import_module(f".{meter}", __name__), f"measure_{meter}")(run)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ShoestringError, how_to_install
+from ..errors import NotWritten, ShoestringError, how_to_install
 from ..ledger import Ledger, Phase
 from ..techniques.words import in_words
 from ..units import format_bytes
@@ -163,7 +163,7 @@ def figure_file(path: str | Path, width: float, height: float, title: str = "", 
         try:
             figure.savefig(path, dpi=160, metadata=undated)
         except OSError as error:
-            raise ShoestringError(f"{str(path)!r} cannot be written: {error.strerror}") from error
+            raise NotWritten.because(path, error) from error
         if undated:
             _describe(Path(path), title, about)
 

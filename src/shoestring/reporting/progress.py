@@ -9,6 +9,7 @@ from threading import Timer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
+from rich.status import Status
 
 PATIENCE_SECONDS = 1.0
 LINE_SECONDS = 10.0
@@ -24,6 +25,8 @@ def steps(title: str) -> Iterator[Callable[[str], None]]:
         status = console.status(title) if console.is_terminal else None
         if status is not None:
             stack.enter_context(status)
+            _shown.append(status)
+            stack.callback(_shown.remove, status)
 
         def tell(words: str) -> None:
             nonlocal told, due
@@ -58,6 +61,7 @@ def progress(title: str, before: str = "") -> Iterator[Callable[[int, int], None
             if now < due or bar.live.is_started:
                 return
             if console.is_terminal:
+                stack.enter_context(_alone())
                 stack.enter_context(bar)
             elif not _tell_once(title):
                 left = (now - start) / done * (total - done)
@@ -68,6 +72,19 @@ def progress(title: str, before: str = "") -> Iterator[Callable[[int, int], None
 
 
 _told: set[str] = set()
+_shown: list[Status] = []  # the status lines on the terminal, of which there is at most one
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """A bar takes the place of the status line while it is there: both would be drawn over each other."""
+    for status in _shown:
+        status.stop()
+    try:
+        yield
+    finally:
+        for status in _shown:
+            status.start()
 
 
 def _tell_once(title: str) -> bool:

@@ -1,8 +1,10 @@
 """A profile's JSON (and its ledger, if there is one) -> the page that `shoestring profile` prints.
 
-Rows are cut to the width, never wrapped. On a terminal the bars have colours; elsewhere all is plain text.
+Rows are cut to the width, never wrapped. On a terminal the bars have colours, and sentences are wrapped; elsewhere all
+is plain text, and a sentence is one line unless COLUMNS is set.
 """
 
+import os
 import re
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -27,8 +29,9 @@ _NAMED = 14  # of the name of a plan's file
 class Page:
     """The width and the characters that a page is made of."""
 
-    def __init__(self, width: int = 80, ascii_only: bool = False) -> None:
+    def __init__(self, width: int = 80, ascii_only: bool = False, wraps: bool = True) -> None:
         self.width = max(60, min(width, WIDEST))
+        self.sentence = self.width if wraps else 10**6  # columns for a sentence
         self.levels = " ..::-=##" if ascii_only else " ▁▂▃▄▅▆▇█"
         self.eighths = " .......#" if ascii_only else " ▏▎▍▌▋▊▉█"
         self.cut = "..." if ascii_only else "…"
@@ -50,9 +53,18 @@ def make_console(**settings: Any) -> Console:
 
 def show_profile(console: Console, data: dict[str, Any], ledger: Ledger | None = None) -> None:
     """Prints where the memory goes: categories, layers, timeline, FLOPs, and what could not be seen."""
-    page = Page(console.width, console.options.ascii_only)
-    for line in profile_lines(data, ledger, page):
-        line.truncate(page.width)
+    page = _page(console)
+    _print(console, profile_lines(data, ledger, page), page)
+
+
+def _page(console: Console) -> Page:
+    wraps = console.is_terminal or "COLUMNS" in os.environ  # whoever asks for a width has it
+    return Page(console.width, console.options.ascii_only, wraps)
+
+
+def _print(console: Console, lines: Iterable[Text], page: Page) -> None:
+    for line in lines:
+        line.truncate(page.sentence)
         line.rstrip()
         console.print(line, soft_wrap=True)
 
@@ -72,13 +84,13 @@ def profile_lines(data: dict[str, Any], ledger: Ledger | None, page: Page) -> It
     yield Text()
     yield _flops(data["flops"])
     for words in data.get("unseen", []):
-        for number, line in enumerate(textwrap.wrap(words, page.width - 10)):
+        for number, line in enumerate(textwrap.wrap(words, page.sentence - 10)):
             yield Text("Unsure    " if number == 0 else " " * 10, "yellow").append(line, "default")
 
 
 def show_comparison(console: Console, data: dict[str, Any], other: dict[str, Any], name: str) -> None:
     """Prints two profiles of a model side by side: bytes by category, and the second as a share of the first."""
-    page = Page(console.width, console.options.ascii_only)
+    page = _page(console)
     total = max(data["bytes"]["total"], other["bytes"]["total"])
     name = name if len(name) <= _NAMED else name[: _NAMED - len(page.cut)] + page.cut
     head = (
@@ -100,10 +112,7 @@ def show_comparison(console: Console, data: dict[str, Any], other: dict[str, Any
             *_peak(each["peak"], each.get("budget_bytes"), page),
             _flops(each["flops"]),
         ]
-    for line in lines:
-        line.truncate(page.width)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+    _print(console, lines, page)
 
 
 # -- the parts of the page --------------------------------------------------------------------------------
@@ -111,7 +120,7 @@ def _headline(data: dict[str, Any], page: Page) -> Iterator[Text]:
     """The task, the rules and the settings; on two lines if they do not fit on one."""
     settings = [f"{name}\u00a0{in_words(value)}" for name, value in data["settings"].items()]
     words = page.dot.join([data["task"], f"{data['rules']}\u00a0rules", *settings])
-    for line in textwrap.wrap(words, page.width):
+    for line in textwrap.wrap(words, page.sentence):
         yield Text(line.replace("\u00a0", " "), "bold")
 
 
@@ -123,7 +132,7 @@ def _peak(peak: dict[str, Any], budget_bytes: int | None, page: Page) -> Iterato
     where = [f"in {phase.get(str(peak['phase']), peak['phase'])}", peak["module"] and f"at layer {peak['module']}"]
     made = f" (a tensor of {operation})" if operation else ""
     words = f"{format_bytes(peak['bytes'])}{budget} {', '.join(filter(None, where))}{made}"
-    for number, line in enumerate(textwrap.wrap(words, page.width - 5)):
+    for number, line in enumerate(textwrap.wrap(words, page.sentence - 5)):
         size = len(format_bytes(peak["bytes"])) if number == 0 else 0
         yield Text("Peak " if number == 0 else " " * 5).append(line[:size], "bold").append(line[size:], "not bold")
 
@@ -138,7 +147,7 @@ def _categories(data: dict[str, Any], page: Page) -> Iterator[Text]:
         unknown = " " * (_AMOUNT + _SHARE + _GAP) + "unknown: not calibrated"
         yield Text("workspace".ljust(page.name)).append(unknown, "yellow")
     yield _row("peak", total, total, page, "bold")
-    if objects := data.get("object_bytes"):
+    if (objects := data.get("object_bytes")) and data["rules"] == "real":  # the paper counts none
         yield _row("with Python objects", total + objects, total, page, "dim")
 
 

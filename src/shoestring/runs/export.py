@@ -65,8 +65,9 @@ def chosen_save(folder: RunFolder, weights: str) -> Save:
         with _advising("take the newest good ones by --weights last"):
             return folder.saves.check(best)
     if (newest := folder.saves.newest()) is None:
-        why = folder.lost_saves(record) or f"{folder.path} holds no save yet"
-        raise ShoestringError(f"{why}: go on with `shoestring train --resume` first")
+        if lost := folder.lost_saves(record):
+            raise DamagedSave(f"{lost}: put them back, or train it again by `shoestring train --resume --start-over`")
+        raise ShoestringError(f"{folder.path} holds no save yet: go on with `shoestring train --resume` first")
     if best is not None:
         raise DamagedSave(f"the save of update {best:,}, the best, is gone from {folder.path}: take --weights last")
     return newest

@@ -77,6 +77,8 @@ def read_record(path: Path, warn: Callable[[str], None] | None = None) -> RunRec
             if warn is not None and not is_sealed:
                 warn(f"{path} has no checksum, as an earlier version wrote it: a change to it cannot be seen")
             return found
+    except FileNotFoundError:
+        raise ShoestringError(f"{path.parent} holds no run: name the folder that `shoestring train` wrote") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedSave(f"{path} is not the record of a run ({error}): choose another folder") from error
     raise ShoestringError(f"{path} has version {version}, this Shoestring reads {VERSION}: use the one that wrote it")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..distributed import Lending
-from ..errors import DamagedSave, ShoestringError
+from ..errors import DamagedSave, NotWritten, ShoestringError
 from ..records import seal, unseal
 from ..task import Task
 from ..units import format_bytes
@@ -30,10 +30,8 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"update-(\d{10})")
 
 
-class NotSaved(ShoestringError):
+class NotSaved(NotWritten):
     """A save could not be written, for example on a full disk; earlier ones are still there."""
-
-    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -288,7 +286,7 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], make: Callable[[str
             os.fsync(file.fileno())
         hidden.replace(path)
     except OSError as error:
-        raise NotSaved(f"{path} could not be written: {error.strerror or error}; make room and resume") from error
+        raise NotSaved.because(path, error) from error
     finally:
         hidden.unlink(missing_ok=True)
 

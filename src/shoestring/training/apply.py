@@ -14,7 +14,7 @@ from ..planning.plan import Plan
 from ..runs.record import describe
 from ..step import Stepper
 from ..structure import tensors
-from ..task import Task
+from ..task import Task, need_task
 from ..techniques.plain import check_plain, note_plan
 from ..techniques.registry import apply_settings
 from ..techniques.words import described
@@ -159,6 +159,9 @@ def apply(task: Task, plan: Plan, copy: bool = False) -> LeanTask:
     In a process of torchrun, or of an initialised process group, `step(batch)` takes this process's share of the batch,
     of any size, and updates by the mean over the items of all processes.
     """
+    need_task(task)
+    if not isinstance(plan, Plan):
+        raise ShoestringError(f"apply() takes a Plan, as in Plan(precision='fp16'), not a {type(plan).__name__}")
     if copy:
         model, loss = copying.deepcopy((task.model, task.loss))  # together: a loss may hold the model
         task = task.with_(model=model, loss=loss, microbatches=task.microbatches)

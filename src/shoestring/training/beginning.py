@@ -22,12 +22,13 @@ def begin(run: Training, resume: bool, start_over: bool) -> None:
     if not resume:
         new = new.with_(run_id=run_id(run.lean.model, new.settings, new.data_fingerprint))
     run.record = agreed(run.world, lambda: folder.begin(new, run.lean.plan, resume, stretched) if run.leads else new)
-    run.seconds_before, run.was_finished = run.record.seconds, run.record.finished
+    run.seconds_before = run.record.seconds
     run.folder = folder = folder.of(run.record)
     agreed(run.world, lambda: _require_saves(run, folder, start_over) if run.leads else None)
     save = newest(folder, run.world)
     if save is not None:
         agreed(run.world, lambda: _restore(run, save))
+        run.was_finished = run.record.finished and run.update == run.length  # else there is something to train
     if run.leads:
         folder.log.cut(run.log_bytes, folder.warn)
         folder.measures.forget_after(run.update, folder.warn)

@@ -26,7 +26,7 @@ function summary() {
 function timelines() {
   const shown = runs.flatMap((run) => Object.entries(run.steps).map(([name, step]) => ({ run, name, step })));
   if (!shown.length) return;
-  section("step", "Memory of a step", node("p", { class: "muted" }, "Bytes alive at each moment of a training step, by what they are for, as predicted by tracing it. Point at a moment, or use the arrow keys, for its values; a click keeps it."),
+  section("step", "Memory of a step", node("p", { class: "muted" }, "Bytes alive at each moment of a training step, by what they are for, as predicted by tracing it; from left to right allocations in their order (not time). Point at a moment, or use the arrow keys, for its values; a click keeps it."),
     ...shown.map(({ run, name, step }) => node("figure", {}, node("h3", {}, `${named(run)}${name} step, peak ${bytes(step.peak.bytes)}`),
       timelineChart(name, step, record(run).budget_bytes),
       node("p", {}, `The peak is in ${step.peak.phase}, at ${step.peak.operation || "the start"} of ${layer(step.peak.module)}.`),
