@@ -1,5 +1,6 @@
 """What the files at the root say of the project is one story: version, Python, papers."""
 
+import importlib.metadata
 import re
 import subprocess
 import tarfile
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import shoestring
+from shoestring import errors
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -79,3 +81,23 @@ def test_a_source_distribution_has_every_file_of_the_package(tmp_path, monkeypat
         if path.suffix in (".py", ".cpp", ".h")
     ]
     assert len(files) > 200 and {str(path.relative_to(ROOT)) for path in files} <= found
+
+
+@pytest.mark.parametrize("origin, place", [
+    ('{"url": "file://HERE", "dir_info": {}}', "HERE"),
+    ('{"url": "file://HERE/gone.whl"}', "PATH_OF_SHOESTRING"),
+    ('{"url": "https://example.org/a.whl"}', "PATH_OF_SHOESTRING"),
+    ("not json", "PATH_OF_SHOESTRING"),
+    (None, "PATH_OF_SHOESTRING"),
+])  # fmt: skip
+def test_an_extra_of_an_installed_package_is_installed_from_where_it_came(origin, place, tmp_path, monkeypatch):
+    here = tmp_path / "a checkout"
+    here.mkdir()
+
+    class Installed:
+        def read_text(self, name):
+            return origin and origin.replace("HERE", here.as_uri().removeprefix("file://"))
+
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "shoestring" / "errors.py"))
+    monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed())
+    assert errors.how_to_install("plot") == f"pip install '{place.replace('HERE', str(here))}[plot]'"

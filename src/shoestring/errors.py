@@ -1,15 +1,28 @@
 """One family of errors: each message says what, the number, the cause and what to do next."""
 
+from pathlib import Path
 from typing import Any
 
 
 def how_to_install(extra: str) -> str:
     """An optional extra -> the command that installs it, also from a checkout: the name alone is another's on PyPI."""
-    from pathlib import Path
-
     checkout = Path(__file__).parents[2]
-    place = str(checkout) if (checkout / "pyproject.toml").is_file() else "PATH_OF_SHOESTRING"
-    return f"pip install '{place}[{extra}]'"
+    place = checkout if (checkout / "pyproject.toml").is_file() else _installed_from()
+    return f"pip install '{place or 'PATH_OF_SHOESTRING'}[{extra}]'"
+
+
+def _installed_from() -> Path | None:
+    """The checkout or the wheel that pip installed this from, if it is still there."""
+    import json
+    from importlib.metadata import PackageNotFoundError, distribution
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        origin = json.loads(distribution("shoestring").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return None
+    place = Path(unquote(urlsplit(origin.get("url", "")).path))
+    return place if place.is_absolute() and place.exists() else None
 
 
 class ShoestringError(Exception):
