@@ -160,7 +160,7 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
     from ..measuring.calibration import load_cache
     from ..measuring.rates import device_rates
     from ..planning.search import plan
-    from ..reporting.progress import progress, steps
+    from ..reporting.progress import progress, steps, waiting
 
     if getattr(args, "threads", None):
         torch.set_num_threads(args.threads)
@@ -171,12 +171,15 @@ def make_plan(task: Any, args: argparse.Namespace, rehearse: bool = False) -> "P
 
     known: Any = load_cache()
     link = {"link_bytes_per_second": args.bandwidth} if getattr(args, "bandwidth", None) else {}
+    tensors = for_tensors(args)  # what is wrong with it is told before the work
+    with waiting("measuring how fast this machine is, once for it"):
+        rates = device_rates()
     with steps("planning") as tell:
         return plan(
             task,
-            for_tensors(args),
+            tensors,
             args.risk,
-            rates=replace(device_rates(), **link),
+            rates=replace(rates, **link),
             workspace=known,
             calibrate=calibrated,
             progress=tell,
