@@ -262,13 +262,7 @@ def page(rows: list[dict[str, Any]]) -> str:
         *table(rows), "",
     ]  # fmt: skip
     if beside := errors_beside(rows):
-        lines += [
-            "## Adaptive beside uniform rules",
-            "1 - cosine², beside the best uniform rules of at most as many bytes:",
-            "",
-            *beside,
-            "",
-        ]
+        lines += ["## Adaptive beside uniform rules", f"{BESIDE_WORDS}:", "", *beside, ""]
     lines += ["Made by `python benchmarks/compressed.py --report` from [compressed.json](compressed.json).", ""]
     return "\n".join(lines)
 
