@@ -14,7 +14,6 @@ from .ambient import Ambient
 from .distributed import ALONE, World, together
 from .errors import Diverged, ShoestringError
 from .finite import Buffers, Skipping, check_finite, first_not_finite
-from .kernels.gradients import squared_norm
 from .ledger import Phase
 from .optimizers import make
 from .phases import phase
@@ -308,7 +307,6 @@ class Stepper:
                 check_loss(loss)
                 with unseen():
                     self._check_finite(loss)
-                weight *= self._together.factor
                 if weight != 1:
                     loss = loss * weight
                 scaled = self._scaled(loss)
@@ -368,7 +366,7 @@ class Stepper:
 
     def _norm(self, unscale: float) -> float:
         """The norm of the whole gradient, without the loss scale."""
-        return unscale * math.sqrt(sum(squared_norm(p.grad) for p in self._with_gradient()))
+        return unscale * math.sqrt(self._together.squared_norm([p.grad for p in self._with_gradient()]))
 
     def _with_gradient(self) -> list[Any]:
         return [parameter for parameter in self.task.model.parameters() if parameter.grad is not None]

@@ -32,7 +32,22 @@ SHARDED = {
     "convolutions in shards": (lambda: convolutions(examples=16), Plan(shard="fsdp")),
     "averaged maps in shards": (lambda: maps(examples=16), Plan(shard="fsdp", activations="pool2")),
     "recomputed layers in shards": (lambda: layers(examples=64), Plan(shard="fsdp", checkpoint="every-3")),
+    "8-bit state in shards": (lambda: wide(), Plan(shard="fsdp", optimizer="8bit")),
+    "factored state in shards": (lambda: wide(), Plan(shard="fsdp", optimizer="sm3+8bit")),
+    "no state in shards": (lambda: wide(), Plan(shard="fsdp", optimizer="adafactor")),
+    "FP16 in shards": (
+        lambda: convolutions(norm=torch.nn.BatchNorm2d, examples=16).with_(clip=10.0),
+        Plan(shard="fsdp", precision="fp16", microbatch=2),
+    ),
+    "BF16 in shards": (lambda: wide(), Plan(shard="fsdp", precision="bf16", optimizer="8bit")),
 }
+
+
+def wide():
+    """Layers with more values than state in FP32 is kept for."""
+    torch.manual_seed(0)
+    blocks = torch.nn.Linear(20, 250), torch.nn.GELU(), torch.nn.Linear(250, 250), torch.nn.LayerNorm(250)
+    return layers(examples=16).with_(model=torch.nn.Sequential(*blocks))
 
 
 def measured(cases):
@@ -130,7 +145,10 @@ def test_the_planner_shards_where_replicas_do_not_fit_and_not_where_they_do():
     assert less.shard == "fsdp" and less.predicted_time_ratio > 1
     alone, search = Search(wide, 10**9, NOMINAL), Search(shared, 10**9, NOMINAL)
     assert not alone.candidates.offers["shard"] and "one process alone" in str([one.reason for one in alone.left_out])
-    assert not search.candidates.compatible((("optimizer", "8bit"), ("shard", "fsdp")))
+    assert not search.candidates.compatible((("nonzero", 30), ("shard", "fsdp")))
+    assert search.candidates.compatible((("optimizer", "8bit"), ("shard", "fsdp")))
+    least = plan(shared, "30%")
+    assert least.shard == "fsdp" and (least.optimizer or least.precision), "no other plan fits"
 
 
 def test_a_plan_for_several_devices_leaves_out_what_they_cannot_do():

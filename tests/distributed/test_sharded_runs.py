@@ -14,6 +14,8 @@ HOW = {"evaluation": right_answers(), "save_every": 2}
 PLANS = {
     "shards": Plan(shard="fsdp"),
     "shards, checkpoint": Plan(shard="fsdp", checkpoint="residual-1", microbatch=2),
+    "shards, 8 bits": Plan(shard="fsdp", precision="fp16", optimizer="8bit"),
+    "shards, factored": Plan(shard="fsdp", precision="bf16", optimizer="sm3"),
     "replicas": Plan(),
 }
 
@@ -39,13 +41,19 @@ def runs(folder):
     return seen
 
 
+OTHERS = "shards", "shards, factored", "shards, 8 bits"
+
+
 def resumed(folder):
-    """The rest of a run that was begun in another number of processes."""
-    train(lean("shards"), Noise(), run=f"{folder}/other-number", epochs=3, resume=True, **HOW)
+    """The rest of runs that were begun in another number of processes -> what was refused."""
+    how = HOW | {"epochs": 3, "resume": True}
+    return [raised(lambda: train(lean(plan), Noise(), run=f"{folder}/other-{plan}", **how)) for plan in OTHERS]  # noqa: B023
 
 
 def begun(folder):
-    raised(lambda: train(lean("shards"), Stopping(7, (0, 1, 2, 3)), run=f"{folder}/other-number", epochs=3, **HOW))
+    how = HOW | {"epochs": 3}
+    for plan in OTHERS:
+        raised(lambda: train(lean(plan), Stopping(7, (0, 1, 2, 3)), run=f"{folder}/other-{plan}", **how))  # noqa: B023
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +91,9 @@ def test_what_shards_cannot_do_is_refused(two):
 def test_a_run_goes_on_in_another_number_of_processes(two):
     folder, _ = two
     run_in(4, begun, str(folder))
-    run_in(2, resumed, str(folder))
-    assert '"before": 4' in (folder / "other-number" / "log.jsonl").read_text()
-    assert (folder / "other-number" / "saves" / "update-0000000015").is_dir()
+    for *passed, refused in run_in(2, resumed, str(folder)):
+        assert passed == [("", "")] * 2
+        assert "for the shards of 4 processes, and there are 2 now" in refused[1], "its blocks are those of four"
+    for plan in OTHERS[:2]:
+        assert '"before": 4' in (folder / f"other-{plan}" / "log.jsonl").read_text()
+        assert (folder / f"other-{plan}" / "saves" / "update-0000000015").is_dir()

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from layouts import write_cifar_binary
 from processes import run_in
 from test_killed_processes import ended
+from torch import nn
 
-from shoestring import ShoestringError
+from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.cli.main import main
-from shoestring.distributed import joined
+from shoestring.distributed import joined, speak_as_one
 
 MODEL = """
 import os, torch
@@ -71,6 +73,11 @@ def place(tmp_path, monkeypatch):
 
 def in_processes(size, *commands, restart=0):
     """Commands (one for all, or one for each) as torchrun would start them -> (exit code, stdout, stderr) of each."""
+    return started(size, lambda rank: main(commands[min(rank, len(commands) - 1)].split()), restart)
+
+
+def started(size, act, restart=0):
+    """Processes as torchrun would start them, whose exit code is act(rank) -> (code, stdout, stderr) of each."""
     with socket.socket() as free, tempfile.TemporaryDirectory() as folder:
         free.bind(("127.0.0.1", 0))
         known = {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
@@ -82,7 +89,7 @@ def in_processes(size, *commands, restart=0):
                 known |= {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RESTART_COUNT": restart}
                 os.environ.update({name: str(value) for name, value in known.items()})
                 sys.stdout, sys.stderr = ((Path(folder) / f"{stream}{rank}").open("w") for stream in ("out", "err"))
-                code = main(commands[min(rank, len(commands) - 1)].split())
+                code = act(rank)
                 sys.stdout.flush(), sys.stderr.flush()
                 os._exit(code)
             children.append(child)
@@ -118,7 +125,7 @@ def test_one_folder_one_voice_and_the_command_to_resume(place):
 
 
 def test_a_model_in_shards_with_synchronised_batch_norm_is_trained_resumed_and_evaluated_alone(place):
-    sharded = f"{TRAIN} --shard fsdp --sync-batch-norm"
+    sharded = f"{TRAIN} --shard fsdp --sync-batch-norm --optimizer 8bit"
     zero, one = in_processes(2, sharded)
     assert zero[0] == one[0] == 0, zero[2]
     record = json.loads((place / "run" / "record.json").read_text())
@@ -140,11 +147,52 @@ def test_bad_input_is_one_line_and_one_code(place):
     words = complaint(in_processes(2, TRAIN.replace(":task", ":failing")), 2)
     assert "the disk of this machine is gone" in words and "(process 1)" in words
     assert "takes one process, not 2" in complaint(in_processes(2, "evaluate run"), 2)
-    refused = TRAIN.replace("--microbatch 2", "--precision bf16 --shard fsdp")
-    assert "precision cannot be sharded" in complaint(in_processes(2, refused), 2)
+    refused = TRAIN.replace("--microbatch 2", "--nonzero 50,layers=3 --shard fsdp")
+    assert "nonzero cannot be sharded" in complaint(in_processes(2, refused), 2)
     plans = [TRAIN, TRAIN.replace("--microbatch 2", "--microbatch 1")]
     assert "of process 1 is not that of process 0" in complaint(in_processes(2, *plans), 2)
     assert not (place / "run" / "record.json").exists()
+
+
+def script(differs):
+    """A script of a user, in which the processes differ in something; ended as Python ends one."""
+
+    def act(rank):
+        torch.manual_seed(rank if differs == "seed" else 0)
+        wide = 32 + rank * (differs == "model")
+        net = nn.Sequential(nn.Linear(8, wide), nn.ReLU(), nn.Linear(wide, 4))
+        batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
+        task = Task(net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, SGD(lr=0.1))
+        try:
+            lean = apply(task, Plan(microbatch=1 + rank * (differs == "plan")))
+            lean.step(batch)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            return 1
+        return 0
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("differs", "words"), [("plan", "the plan of process 1"), ("model", "the model of"), ("seed", "the weights of")]
+)
+def test_a_script_of_a_user_that_is_refused_says_so_in_one_line_of_one_process(place, differs, words):
+    before = sys.excepthook
+    assert words in complaint(started(2, script(differs)), 1)
+    assert sys.excepthook is before, "the hook is that of the processes"
+
+
+def test_a_script_keeps_its_own_hook_and_tracebacks_of_other_errors(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", print)
+    speak_as_one()
+    assert sys.excepthook is print
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    speak_as_one()
+    sys.excepthook(ValueError, ValueError("of theirs"), None)
+    assert "ValueError: of theirs" in capsys.readouterr().err
+    sys.excepthook(ShoestringError, ShoestringError("of ours"), None)
+    assert capsys.readouterr().err == "shoestring: of ours\n"
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from ..errors import ShoestringError
 from ..finite import Buffers, is_statistic
+from ..kernels.gradients import squared_norm
 from .agreement import raise_together
 from .digests import check_same
-from .sharding import is_sharded
+from .sharding import is_sharded, local
 from .synchronised import SynchronisedNorms, refuse_unsynchronised
 from .world import World
 
@@ -31,7 +32,6 @@ BUCKET_BYTES = 1 << 18
 class Together:
     """One process alone: its share is the batch, and its errors are its own."""
 
-    factor = 1  # of each loss, besides its weight
     contexts: tuple[Any, ...] = ()  # entered around each forward and backward pass, innermost
 
     def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
@@ -58,6 +58,10 @@ class Together:
     def check_passes(self, count: int) -> None:
         """Raises if this process cannot run so many microbatches."""
 
+    def squared_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The square of the norm of all gradients, of which this process may have parts."""
+        return sum(map(squared_norm, gradients))
+
     def overflow(self, found: str | None) -> str | None:
         """What one process found not to be finite, or None -> what any of them found."""
         return found
@@ -77,6 +81,8 @@ def together(world: World, task: Any) -> Together:
 
 class Reduction(Together):
     """Several processes."""
+
+    in_every_pass = False  # whether gradients are sent in each backward pass, and not in the last alone
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self.world, self.model = world, model
@@ -106,11 +112,11 @@ class Reduction(Together):
 
     def check_passes(self, count: int) -> None:
         """Where all processes exchange messages in every pass, all must run as many."""
-        if not self.contexts and self.factor == 1:
+        if not self.contexts and not self.in_every_pass:
             return
         most, least = self.world.max([count, -count])
         if most != -least or not most:
-            what = "sharded parameters" if self.factor > 1 else "synchronised batch norm"
+            what = "sharded parameters" if self.in_every_pass else "synchronised batch norm"
             raise ShoestringError(
                 f"the processes have {-least:.0f} to {most:.0f} microbatches, and with {what} each must have as many, "
                 "and at least one: give them equal shares"
@@ -172,7 +178,7 @@ class Reduction(Together):
             if not anyone:
                 parameter.grad = None
         self._share_buffers(before, told[len(parameters) :])
-        return [torch.tensor(loss / self.factor, dtype=losses[0].dtype if losses else torch.float32)]
+        return [torch.tensor(loss, dtype=losses[0].dtype if losses else torch.float32)]
 
     def fail(self, before: Buffers, error: Exception) -> None:
         self._settled(before, 0.0, error)
@@ -218,9 +224,12 @@ class Reduction(Together):
 class Sharded(Reduction):
     """Several processes, among which FSDP2 has sharded parameters: it reduces their gradients itself."""
 
-    def __init__(self, world: World, model: nn.Module) -> None:
-        super().__init__(world, model)
-        self.factor = world.size  # it divides by this
+    in_every_pass = True
+
+    def squared_norm(self, gradients: Sequence[Tensor]) -> float:
+        shards = [local(gradient) for gradient in gradients if is_sharded(gradient)]
+        others = [gradient for gradient in gradients if not is_sharded(gradient)]
+        return self.world.sum([super().squared_norm(shards)])[0] + super().squared_norm(others)
 
     def overflow(self, found: str | None) -> str | None:
         return (found or "a gradient in another process") if self.world.max([found is not None])[0] else None

@@ -2,7 +2,8 @@
 
 FSDP2 gathers the parameters of a block for its passes and reduces its gradients to shards after each backward pass, so
 that no process holds all of them (with checkpointing, parameters stay gathered from forward to backward). What is left
-to do here: FSDP2 takes the mean over processes, and a step wants the mean over items; and what a process sees of its
+to do here: FSDP2 takes the mean over processes, and a step wants the mean over items, so it is told to add up; it
+shards parameters of one type, so those of another, as norms beside 16 bits, stay whole; and what a process sees of its
 own shards is not what the others see of theirs.
 """
 
@@ -19,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShoestringError
 from .world import World, losing
 
-# The techniques that leave weights and their update to PyTorch.
-DENSE = ("checkpoint", "microbatch", "activations", "shard")
+# The techniques whose layers hold dense weights, of which FSDP2 can gather the parts.
+DENSE = ("precision", "optimizer", "checkpoint", "microbatch", "activations", "shard")
 
 
 def is_sharded(tensor: Tensor | None) -> bool:
@@ -36,14 +37,28 @@ def shard(model: nn.Module, settings: dict[str, Any], world: World, mesh: Any = 
     # so parameters stay gathered from forward to backward there.
     free = "checkpoint" not in settings
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-    for block in (child for one in lists for child in one.children() if any(True for _ in child.parameters())):
-        if not any(is_sharded(parameter) for parameter in block.parameters()):
-            fully_shard(block, mesh=mesh, reshard_after_forward=free)
-    fully_shard(model, mesh=mesh, reshard_after_forward=free)
+    how = {"mesh": mesh, "reshard_after_forward": free, "ignored_params": set(kept_whole(model))}
+    for block in (child for one in lists for child in one.children()):
+        parameters = set(block.parameters()) - how["ignored_params"]
+        if parameters and not any(map(is_sharded, parameters)):
+            fully_shard(block, **how)
+    fully_shard(model, **how)
     for module in model.modules():
-        if isinstance(module, FSDPModule) and _is_on_cpu(model):
-            module.set_custom_all_gather(Gathering(world))  # type: ignore[arg-type]
-            module.set_custom_reduce_scatter(Reducing(world))  # type: ignore[arg-type]
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            if _is_on_cpu(model):
+                module.set_custom_all_gather(Gathering(world))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(Reducing(world))  # type: ignore[arg-type]
+
+
+def kept_whole(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model that FSDP2 cannot shard with the rest: of another type than most values, or one number.
+    Each process holds all of them."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    most = max(sizes, key=sizes.__getitem__)
+    return [parameter for parameter in model.parameters() if parameter.dtype != most or not parameter.dim()]
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
@@ -75,8 +90,6 @@ class Reducing:
     ) -> None:
         self.world.add_up(input_tensor)()
         output_tensor.copy_(input_tensor.chunk(self.world.size)[self.world.rank])
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(self.world.size)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -107,6 +120,43 @@ class Lending:
     def finish(self) -> None:
         while self._waiting:
             whole(self._waiting.popleft())
+
+
+def part_like(weight: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """This process's part of a tensor of a shape -> that tensor, if the weight that it goes with is in shards; the part
+    itself if it is whole."""
+    if not isinstance(weight, DTensor):
+        return part
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = weight.device_mesh, weight.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def parts_of(tensor: Tensor) -> int:
+    """The number of processes that have a part of a tensor."""
+    return tensor.device_mesh.size() if isinstance(tensor, DTensor) else 1
+
+
+def largest_part(tensor: Tensor) -> int:
+    """The number of values in the largest part of a tensor."""
+    if not is_sharded(tensor):
+        return tensor.numel()
+    rows = -(-tensor.shape[0] // parts_of(tensor))
+    return rows * (tensor.numel() // tensor.shape[0])
+
+
+def part_number(tensor: Tensor) -> int:
+    """Which of a tensor's parts this process has."""
+    return tensor.device_mesh.get_local_rank() if isinstance(tensor, DTensor) else 0
+
+
+def over_parts(weight: Tensor, found: Tensor, largest: bool = False) -> Tensor:
+    """What each process found in its part of a weight -> the sum over all parts, or the largest of each; in place."""
+    if isinstance(weight, DTensor):
+        operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        with losing():
+            dist.all_reduce(found, operation, weight.device_mesh.get_group())
+    return found
 
 
 def first_row(tensor: Tensor) -> int:
@@ -140,10 +190,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_unsharded(settings: dict[str, Any]) -> None:
-    """Refuses techniques whose weights, or their update, are not PyTorch's own."""
+    """Refuses techniques whose layers do not hold dense weights."""
     refuse_others(
-        settings, DENSE, "cannot be sharded, because its kernels work on whole tensors and FSDP2 leaves a process "
-        f"parts of them: use {' and '.join(DENSE[:-1])} beside shards, or replicate the model by not sharding it",
+        settings, DENSE, "cannot be sharded, because a sparse layer's values and its index go together and FSDP2 would "
+        "cut them in different places: leave it out, or replicate the model by not sharding it",
     )  # fmt: skip
 
 

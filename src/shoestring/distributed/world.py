@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -175,25 +174,7 @@ def _lost(words: str) -> Lost:
     return error
 
 
-# -- joining ------------------------------------------------------------------------------------------------------
-def joined() -> World:
-    """-> the processes of this run: those of the process group, which is initialised here in a process of torchrun."""
-    if not dist.is_available():
-        return ALONE
-    if not dist.is_initialized():
-        launched = launched_as()
-        if launched is None or launched.size == 1:
-            return ALONE
-        _join(launched)
-    return _group(dist.group.WORLD) if dist.get_world_size() > 1 else ALONE
-
-
-@cache
-def _group(group: Any) -> Group:
-    """One for each group: it counts what it sends."""
-    return Group()
-
-
+# -- torchrun ----------------------------------------------------------------------------------------------------
 class Launched(NamedTuple):
     """A process as torchrun started it."""
 
@@ -217,77 +198,26 @@ def launched_as() -> Launched | None:
     return Launched(rank, size)
 
 
-def is_restarted() -> bool:
-    """Whether torchrun has started this process again, after one of the run had died."""
-    return _attempt() != "0"
-
-
-def _attempt() -> str:
+def attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _join(launched: Launched) -> None:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise ShoestringError(
-            f"RANK and WORLD_SIZE say that this is one of {launched.size} processes, but {missing[0]} is not set, so "
-            "they cannot meet: start them with torchrun, or unset RANK and WORLD_SIZE"
-        )
-    try:
-        store, rank, size = next(dist.rendezvous("env://"))
-        fresh = dist.PrefixStore(f"attempt {_attempt()}", store)  # torchrun's has the addresses of killed processes
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=fresh, rank=rank, world_size=size)
-    except (RuntimeError, ValueError) as error:
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        words = " ".join(str(error).split())[:200]
-        raise ShoestringError(
-            f"process {launched.rank} did not meet the other {launched.size - 1} at {where} ({words}): "
-            "start all of them with torchrun"
-        ) from error
-
-
 # -- last words: the store outlives a process that ends with an error ----------------------------------------------
-FAILED, TOLD, HEARD = "shoestring/failed", "shoestring/told", "shoestring/heard"
+FAILED = "shoestring/failed"
 
 
 def leave_word(words: str) -> None:
     """Tells the other processes why this one ends, for when they miss it."""
     if dist.is_available() and dist.is_initialized():
-        _store().set(FAILED, words)
+        default_store().set(FAILED, words)
 
 
 def _last_words() -> str:
     try:
-        return _store().get(FAILED).decode() if _store().check([FAILED]) else ""
+        return default_store().get(FAILED).decode() if default_store().check([FAILED]) else ""
     except (RuntimeError, ValueError):  # the store is gone, too
         return ""
 
 
-def speaks(patience: float = 3.0) -> bool:
-    """Whether this process is to tell the user why all of them stop: process 0, or another if it does not in time."""
-    if not (dist.is_available() and dist.is_initialized()):
-        launched = launched_as()
-        return launched is None or launched.rank == 0
-    others = dist.get_world_size() - 1
-    try:
-        if dist.get_rank() == 0:
-            first = _store().add(TOLD, 1) == 1
-            _until(lambda: _store().add(HEARD, 0) >= others, patience)  # it may hold the store that they look into
-            return first
-        _until(lambda: _store().check([TOLD]), patience)
-        first = _store().add(TOLD, 1) == 1
-        _store().add(HEARD, 1)
-        return first
-    except (RuntimeError, ValueError):  # process 0 held the store, and was killed
-        return True
-
-
-def _until(happened: Callable[[], bool], patience: float) -> None:
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline and not happened():
-        time.sleep(0.02)
-
-
-def _store() -> Any:
+def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..distributed import speak_as_one
 from ..errors import ShoestringError, how_to_install
 from ..planning.plan import Plan
 from ..randomness import unmoved
@@ -63,6 +64,7 @@ class LeanMixin(_Host):
         plan: Plan | None = None,
         **kwargs: Any,
     ) -> None:
+        speak_as_one()
         if budget is None and plan is None:
             raise ShoestringError('a LeanTrainer needs budget="4GB", or a plan')
         for found in (*args, *kwargs.values()):

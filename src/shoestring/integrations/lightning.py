@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..distributed import speak_as_one
 from ..errors import ShoestringError, how_to_install
 from ..items import counted
 from ..planning.plan import Plan
@@ -41,6 +42,7 @@ class Shoestring(pl.Callback):
     """
 
     def __init__(self, budget: str | int | None = None, risk: str = "neutral", plan: Plan | None = None) -> None:
+        speak_as_one()
         if budget is None and plan is None:
             raise ShoestringError('Shoestring needs budget="4GB", or a plan')
         self.budget, self.risk, self.plan = budget, risk, plan

@@ -55,8 +55,13 @@ def random_bits(noise: Sequence[int], stream: int, part: slice, device: torch.de
     return bits
 
 
-def new_moment(weight: Tensor, form: str, positive: bool = False) -> Moment:
-    """A weight and a form -> its moment, all zeros; FP64 weights have FP64 moments in place of FP32."""
+def blocks_of(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def new_moment(weight: Tensor, form: str, positive: bool = False, scales: int | None = None) -> Moment:
+    """A weight and a form -> its moment, all zeros; FP64 weights have FP64 moments in place of FP32. `scales`: how many
+    to make for 8 bits, if more than there are blocks."""
     dtype = torch.uint8 if form == "8bit" and positive else FORMS[form]
     if form == "fp32":
         dtype = torch.promote_types(weight.dtype, dtype)
@@ -64,7 +69,8 @@ def new_moment(weight: Tensor, form: str, positive: bool = False) -> Moment:
     if form == "fp16":
         return Moment(values, torch.ones(1, device=weight.device))
     if form == "8bit":
-        return Moment(values, torch.zeros(-(-weight.numel() // BLOCK), device=weight.device))
+        count = blocks_of(weight.numel()) if scales is None else scales
+        return Moment(values, torch.zeros(count, device=weight.device))
     return Moment(values)
 
 

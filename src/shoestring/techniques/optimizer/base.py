@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...distributed import is_sharded, largest_part, local, part_like, part_number, parts_of
 from ...errors import Diverged, ShoestringError
 from ...kernels.gradients import all_finite
-from ...kernels.moments import Moment, new_moment
+from ...kernels.moments import Moment, blocks_of, new_moment
 from ...kernels.update import Noise, sgd_accumulate
 from ...ledger import Phase
 from ...phases import phase
@@ -31,6 +32,9 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     `form` is that of the moments: fp32, fp16, bf16 or 8bit. `seed` and `updates` of the groups make the random bits
     of rounding, so they are saved with the run.
+
+    Of a weight in shards (FSDP2) each process updates its part, and has its part of the state; scales are those of a
+    part, or of blocks of a part.
     """
 
     folds_into_momentum = False
@@ -55,7 +59,7 @@ class LeanOptimizer(torch.optim.Optimizer):
 
     # -- what a subclass gives ----------------------------------------------------------------------------------
     def update(self, weight: Tensor, group: dict, gradient: Any, factor: float, noise: Noise) -> None:
-        """One whole update of a tensor by factor * gradient."""
+        """One whole update of a tensor by factor * gradient; of this process's part of both, if it is in shards."""
         raise NotImplementedError
 
     def fold_into_momentum(self, weight: Tensor, group: dict, gradient: Tensor, is_first: bool) -> None:
@@ -67,13 +71,17 @@ class LeanOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def moment(self, weight: Tensor, group: dict, name: str, positive: bool = False) -> Moment:
-        """A moment by its name, zeros at first."""
+        """A moment by its name, zeros at first; this process's part of it."""
         state = self.state[weight]
         if name not in state:
             is_small = weight.numel() < SMALL and weight.dtype == torch.float32
-            made = new_moment(weight, "fp32" if is_small else group["form"], positive)
-            state |= {name: made.values} | ({} if made.scales is None else {f"{name}_scales": made.scales})
-        return Moment(state[name], state.get(f"{name}_scales"))
+            blocks = blocks_of(largest_part(weight))  # as many everywhere, or one could not tell whose a scale is
+            made = new_moment(local(weight), "fp32" if is_small else group["form"], positive, blocks)
+            state[name] = part_like(weight, made.values, tuple(weight.shape))
+            if made.scales is not None:
+                state[f"{name}_scales"] = _each_its_row(weight, made.scales)
+        scales = state.get(f"{name}_scales")
+        return Moment(local(state[name]), None if scales is None else local(scales).view(-1))
 
     # -- the step -----------------------------------------------------------------------------------------------
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,7 +104,7 @@ class LeanOptimizer(torch.optim.Optimizer):
             if self.in_backward:
                 self._take_gradient(weight, group, noise)
             else:
-                self.update(weight, group, weight.grad, factor, noise)
+                self.update(weight, group, local(weight.grad), factor, noise)
         if self.folds_into_momentum:
             for weight, group, noise in self._numbered():
                 if weight in self._taken:
@@ -109,7 +117,8 @@ class LeanOptimizer(torch.optim.Optimizer):
         number = 0
         for group in self.param_groups:
             for weight in group["params"]:
-                yield weight, group, (group["seed"], number, group["updates"])
+                # The parts of a weight are rounded by other random bits each.
+                yield weight, group, (group["seed"], number + (part_number(weight) << 20), group["updates"])
                 number += 1
 
     # -- in backward --------------------------------------------------------------------------------------------
@@ -236,9 +245,26 @@ class LeanOptimizer(torch.optim.Optimizer):
         weights = [weight for weight, _, _ in self._numbered()]
         self.state.clear()
         for index, part in state_dict["state"].items():
+            _check_parts(weights[index], part)
             self.state[weights[index]] = dict(part)
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def _each_its_row(weight: Tensor, scales: Tensor) -> Tensor:
+    """The scales of this process's part of a weight -> a matrix with a row for each process; the scales themselves if
+    the weight is whole."""
+    return part_like(weight, scales[None], (parts_of(weight), len(scales))) if is_sharded(weight) else scales
+
+
+def _check_parts(weight: Tensor, state: dict[str, Any]) -> None:
+    """Refuses scales of a weight's parts in another number of processes."""
+    rows = {len(value) for name, value in state.items() if name.endswith("_scales")} if is_sharded(weight) else set()
+    if rows - {parts_of(weight)}:
+        raise ShoestringError(
+            f"the saved optimizer state has scales for the shards of {rows.pop()} processes, and there are "
+            f"{parts_of(weight)} now: resume in as many as before"
+        )
 
 
 def refuse_in_backward(task: Task) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 
-from ...kernels.moments import random_bits
+from ...distributed import local, over_parts, part_like
+from ...kernels.moments import Moment, random_bits
 from ...kernels.references.moments import BLOCK, flat, narrow, widen
 from ...kernels.update import Noise, laid_out
 from .base import LeanOptimizer
@@ -59,9 +60,8 @@ def columns_of(weight: Tensor) -> int:
     return weight.numel() // weight.shape[0] if weight.dim() > 1 else 1
 
 
-def row_parts(weight: Tensor) -> Iterator[tuple[slice, slice]]:
+def row_parts(weight: Tensor, columns: int) -> Iterator[tuple[slice, slice]]:
     """A weight -> (some of its rows, where they lie in memory) until all are done; blocks of 8 bits stay whole."""
-    columns = columns_of(weight)
     rows, unit = weight.numel() // columns, BLOCK // gcd(columns, BLOCK)
     height = max(1, CHUNK // columns // unit) * unit
     for top in range(0, rows, height):
@@ -82,7 +82,8 @@ def write(weight: Tensor, part: slice, numbers: Tensor, noise: Noise) -> None:
 
 
 class Factored(LeanOptimizer):
-    """Base of both: one accumulator per row and one per column."""
+    """Base of both: one accumulator per row and one per column. Of a weight in shards a process has its rows, and the
+    columns, which are of all rows, are added up over the processes."""
 
     why_not_folded = "a second moment needs the square of their sum"
 
@@ -91,10 +92,11 @@ class Factored(LeanOptimizer):
         if "rows" not in state:
             wide = torch.promote_types(weight.dtype, torch.float32)
             state["step"] = 0
-            state["rows"] = torch.zeros(weight.numel() // columns, dtype=wide, device=weight.device)
+            rows = torch.zeros(local(weight).numel() // columns, dtype=wide, device=weight.device)
+            state["rows"] = part_like(weight, rows, (weight.numel() // columns,))
             state["columns"] = torch.zeros(columns, dtype=wide, device=weight.device)
         state["step"] += 1
-        return state["rows"], state["columns"]
+        return local(state["rows"]), state["columns"]
 
 
 # -- SM3 ------------------------------------------------------------------------------------------------------
@@ -103,29 +105,32 @@ class LeanSM3(Factored):
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """sum = min(row, column) + g^2; m = mu m + (1 - mu) g / sqrt(sum); weight -= lr m; row, column = max of sum."""
-        gradient = laid_out(weight, gradient)
+        own = local(weight)
+        gradient = laid_out(own, gradient)
         rows, columns = self.accumulators(weight)
         most = torch.zeros_like(columns)
-        for some, part in row_parts(weight):
-            w = read(weight, part, len(columns))
+        # Before the rows, of which this process may have none.
+        momentum = self.moment(weight, group, "momentum_buffer") if group["momentum"] else None
+        for some, part in row_parts(own, len(columns)):
+            w = read(own, part, len(columns))
             g = read(gradient, part, len(columns)).mul_(factor).add_(w, alpha=group["weight_decay"])
             sums = torch.minimum(rows[some, None], columns).addcmul_(g, g)
             rows[some] = sums.amax(1)
             torch.maximum(most, sums.amax(0), out=most)
             g.mul_(sums.clamp_(min=1e-30).rsqrt_())
-            write(weight, part, w.sub_(self._smooth(weight, group, part, g), alpha=group["lr"]), noise)
-        columns.copy_(most)
+            write(own, part, w.sub_(_smooth(momentum, group["momentum"], part, g), alpha=group["lr"]), noise)
+        columns.copy_(over_parts(weight, most, largest=True))
 
-    def _smooth(self, weight: Tensor, group: dict, part: slice, g: Tensor) -> Tensor:
-        mu = group["momentum"]
-        if not mu:
-            return g
-        values, scales = self.moment(weight, group, "momentum_buffer")
-        if scales is not None and values.is_floating_point():
-            scales.fill_(2.0**-14)  # a mean of values that are at most 1: the scale is known
-        m = widen(flat(values), scales, part, g.dtype).view_as(g).mul_(mu).add_(g, alpha=1 - mu)
-        narrow(flat(values), scales, part, m.view(-1))
-        return m
+
+def _smooth(momentum: Moment | None, mu: float, part: slice, g: Tensor) -> Tensor:
+    if momentum is None:
+        return g
+    values, scales = momentum
+    if scales is not None and values.is_floating_point():
+        scales.fill_(2.0**-14)  # a mean of values that are at most 1: the scale is known
+    m = widen(flat(values), scales, part, g.dtype).view_as(g).mul_(mu).add_(g, alpha=1 - mu)
+    narrow(flat(values), scales, part, m.view(-1))
+    return m
 
 
 # -- Adafactor ------------------------------------------------------------------------------------------------
@@ -134,32 +139,34 @@ class LeanAdafactor(Factored):
 
     def update(self, weight: Tensor, group: dict, gradient: Tensor, factor: float, noise: Noise) -> None:
         """u = g / sqrt(row column / mean(row)); weight -= step u / max(1, RMS(u) / clip)."""
-        gradient = laid_out(weight, gradient)
+        own = local(weight)
+        gradient = laid_out(own, gradient)
         rows, columns = self.accumulators(weight)
         step = self.state[weight]["step"]
-        self._gather_squares(gradient, factor, rows, columns, step ** -group["decay"], group["eps"][0])
-        shape = rows / rows.mean()
-        squares, weights = torch.zeros_like(rows[0]), torch.zeros_like(rows[0])
-        for some, part in row_parts(weight):
-            squares += self._direction(gradient, part, factor, shape[some], columns).square_().sum()
-            weights += read(weight, part, len(columns)).square_().sum()
-        rms, size = ((x / weight.numel()).sqrt() for x in (squares, weights))
+        gain = step ** -group["decay"]
+        total = self._squares(gradient, factor, rows, len(columns), gain, group["eps"][0])
+        height = weight.numel() // len(columns)  # the rows of all processes
+        columns += gain * (over_parts(weight, total) / height - columns)
+        shape = rows / (over_parts(weight, rows.sum()) / height)
+        sums = rows.new_zeros(2)  # of the squares of the update, and of the weight
+        for some, part in row_parts(own, len(columns)):
+            sums[0] += self._direction(gradient, part, factor, shape[some], columns).square_().sum()
+            sums[1] += read(own, part, len(columns)).square_().sum()
+        rms, size = (over_parts(weight, sums) / weight.numel()).sqrt()
         lr = self._lr(group, step, size) / (rms / group["clip"]).clamp(min=1)
-        for some, part in row_parts(weight):
-            w = read(weight, part, len(columns)).mul_(1 - group["lr"] * group["weight_decay"])
+        for some, part in row_parts(own, len(columns)):
+            w = read(own, part, len(columns)).mul_(1 - group["lr"] * group["weight_decay"])
             u = self._direction(gradient, part, factor, shape[some], columns)
-            write(weight, part, w.sub_(u.mul_(lr)), noise)
+            write(own, part, w.sub_(u.mul_(lr)), noise)
 
-    def _gather_squares(
-        self, gradient: Tensor, factor: float, rows: Tensor, columns: Tensor, gain: float, eps: float
-    ) -> None:
-        """row, column += gain (mean of g^2 over it - itself)."""
-        total = torch.zeros_like(columns)
-        for some, part in row_parts(gradient):
-            squares = read(gradient, part, len(columns)).mul_(factor).square_().add_(eps)
+    def _squares(self, gradient: Tensor, factor: float, rows: Tensor, columns: int, gain: float, eps: float) -> Tensor:
+        """row += gain (mean of g^2 over it - itself) -> the sum of g^2 over each column."""
+        total = rows.new_zeros(columns)
+        for some, part in row_parts(gradient, columns):
+            squares = read(gradient, part, columns).mul_(factor).square_().add_(eps)
             rows[some] += gain * (squares.mean(1) - rows[some])
             total += squares.sum(0)
-        columns += gain * (total / len(rows) - columns)
+        return total
 
     def _direction(self, gradient: Tensor, part: slice, factor: float, shape: Tensor, columns: Tensor) -> Tensor:
         second = torch.outer(shape, columns).clamp_(min=1e-30)

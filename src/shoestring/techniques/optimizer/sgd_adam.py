@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...distributed import local
 from ...kernels.moments import Moment
 from ...kernels.update import Noise, adam_update, sgd_accumulate, sgd_apply_momentum, sgd_update
 from ...task import SGD
@@ -30,7 +31,7 @@ class LeanSGD(LeanOptimizer):
     def update(self, weight: Tensor, group: dict, gradient: Tensor | Moment, factor: float, noise: Noise) -> None:
         momentum = self.moment(weight, group, "momentum_buffer") if group["momentum"] else None
         sgd_update(
-            weight,
+            local(weight),
             gradient,
             momentum,
             lr=group["lr"],
@@ -64,7 +65,7 @@ class LeanAdam(LeanOptimizer):
         state = self.state[weight]
         state["step"] = state.get("step", 0) + 1
         adam_update(
-            weight,
+            local(weight),
             gradient,
             first,
             second,

@@ -27,8 +27,7 @@ class Settings:
 
 def options(task: Task) -> list[str]:
     _require_several(task)
-    if len({parameter.dtype for parameter in task.model.parameters()}) > 1:
-        raise ShoestringError("FSDP2 shards parameters of one type, and the model has several: convert it to one")
+    _require_one_type(task)
     return ["fsdp"]
 
 
@@ -38,12 +37,19 @@ def apply(task: Task, settings: Settings) -> Task:
         raise ShoestringError(f"there are no shards by {settings.by!r}: use fsdp")
     _require_several(task)
     _require_shardable(task.settings)
+    if "precision" not in task.settings:  # beside which norms stay FP32, and whole
+        _require_one_type(task)
     return task.with_(sharded=True)
 
 
 def _require_several(task: Task) -> None:
     if task.devices == 1:
         raise NoEffect("one process alone has nothing to shard: start several with torchrun, or plan for --devices N")
+
+
+def _require_one_type(task: Task) -> None:
+    if len({parameter.dtype for parameter in task.model.parameters()}) > 1:
+        raise ShoestringError("FSDP2 shards parameters of one type, and the model has several: convert it to one")
 
 
 def _require_shardable(settings: Mapping[str, Any]) -> None:

@@ -1,0 +1,70 @@
+"""One voice of several processes: what stops all of them is one line, of process 0 if it can."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import ShoestringError
+from .world import attempt, default_store, launched_as
+
+TOLD, HEARD = "shoestring/told", "shoestring/heard"
+
+
+def speak_as_one() -> None:
+    """Lets an error of ours that ends a script be one line of one process, as on the command line, and no traceback of
+    each; unless the script has a hook of its own, or SHOESTRING_TRACEBACK=1 asks for tracebacks."""
+    pythons_own = sys.excepthook is sys.__excepthook__
+    torchs_own = sys.excepthook.__module__ == "torch.distributed.distributed_c10d"  # which writes ranks before lines
+    if (pythons_own or torchs_own) and os.environ.get("SHOESTRING_TRACEBACK") != "1":
+        sys.excepthook = _told_once
+
+
+def _told_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, ShoestringError):
+        return sys.__excepthook__(kind, error, trace)
+    if speaks():
+        print("shoestring:", " ".join(str(error).split()), file=sys.stderr)
+
+
+def speaks(patience: float = 3.0) -> bool:
+    """Whether this process is to tell the user why all of them stop: process 0, or another if it does not in time."""
+    launched = launched_as()
+    has_group = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if has_group else launched.rank if launched is not None else 0
+    try:
+        store = default_store() if has_group else _store_of_torchrun()
+        if store is None:
+            return rank == 0
+        if rank == 0:
+            first = store.add(TOLD, 1) == 1
+            if has_group:  # it may hold the store that they look into
+                others = dist.get_world_size() - 1
+                _until(lambda: store.add(HEARD, 0) >= others, patience)
+            return first
+        _until(lambda: store.check([TOLD]), patience)
+        first = store.add(TOLD, 1) == 1
+        store.add(HEARD, 1)
+        return first
+    except (RuntimeError, ValueError):  # process 0 held the store, and was killed
+        return True
+
+
+def _store_of_torchrun() -> Any:
+    """The store that torchrun itself holds, for processes that have not met yet; None if there is none."""
+    if not dist.is_available() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    found = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
+    return dist.PrefixStore(f"shoestring before {attempt()}", found)
+
+
+def _until(happened: Callable[[], bool], patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline and not happened():
+        time.sleep(0.02)
