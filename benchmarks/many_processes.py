@@ -37,6 +37,10 @@ CELLS = [
     *((model, Plan(shard="fsdp")) for model in ("wrn", "gpt", "vit", "mlp", "unet", "dynamicconv")),
     ("mlp", Plan(microbatch=4, shard="fsdp")),
     ("wrn", Plan(checkpoint="every-3", shard="fsdp")),
+    ("mlp", Plan(optimizer="8bit", shard="fsdp")),
+    ("gpt", Plan(optimizer="adafactor", shard="fsdp")),
+    ("wrn", Plan(precision="fp16", shard="fsdp")),
+    ("vit", Plan(precision="bf16", optimizer="8bit", microbatch=2, shard="fsdp")),
 ]
 STEPS = 5
 
