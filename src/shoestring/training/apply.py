@@ -71,8 +71,7 @@ class LeanTask:
 
     def shard(self) -> None:
         """Shards parameters, gradients and optimizer state over all processes by FSDP2, as `Plan(shard="fsdp")` does:
-        each block of the model's ModuleLists and Sequentials, then the rest. With checkpointing, microbatches
-        and compressed activations."""
+        each block of the model's ModuleLists and Sequentials, then the rest. Beside every dense technique."""
         if self._stepper is not None:
             raise ShoestringError("the model cannot be sharded, because it has been stepped already: shard it before")
         self.task = apply_settings(self.task, {"shard": "fsdp"})
