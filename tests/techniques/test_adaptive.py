@@ -89,14 +89,17 @@ def test_all_that_the_batch_saves_is_within_the_size_masks_and_other_exact_tenso
     one = shoestring.builtin(model, device="meta", batch=16)
     parts = hook_of(apply(one, Plan(activations="adaptive-1GB"))).parts
     least, most = (sum(best(part.bytes.values()) for part in parts) for best in (min, max))
-    for share in (0.0, 0.1, 0.3, 0.7):
+    for share in (0.0, 0.3):
         size = least + int(share * (most - least))
         assert saved_bytes(apply(one, Plan(activations=f"adaptive-{size}B")).task) <= size
 
 
-@pytest.mark.parametrize(("model", "travelling"), [("wrn-10-1", {"batch_norm": 7}), ("vit-tiny", {
-    "layer_norm": 24, "gelu": 12, "scaled_dot_product_attention": 12,
-})])  # fmt: skip
+@pytest.mark.parametrize(("model", "travelling"), [
+    ("wrn-10-1", {"batch_norm": 7}),
+    pytest.param(
+        "vit-tiny", {"layer_norm": 24, "gelu": 12, "scaled_dot_product_attention": 12}, marks=pytest.mark.slow
+    ),
+])  # fmt: skip
 def test_what_travels_has_a_codec_of_its_own_and_is_offered_none_with_a_bias(model, travelling):
     parts = hook_of(apply(shoestring.builtin(model, device="meta", batch=64), Plan(activations="adaptive-1GB"))).parts
     norms = [part for part in parts if ":" in part.name]

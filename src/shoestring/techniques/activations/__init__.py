@@ -251,6 +251,6 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
         raise NoEffect(
             f"nothing that {type(task.model).__name__} saves there for its backward pass has "
             f"{format_bytes(SMALL_BYTES)}, the least that is stored in another form: take a larger batch, name other "
-            "modules, or leave activations out"
+            "modules, or leave it out"
         )
     return lean
