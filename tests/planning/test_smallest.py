@@ -37,6 +37,7 @@ def test_sweeps_need_less_and_are_taken_by_name_only(peaks):
     assert [strategy for strategy, _ in offers if "**" in strategy] == []
 
 
+@pytest.mark.slow
 def test_the_least_that_works_takes_8_bit_sums():
     with pytest.raises(shoestring.NoPlanFits, match=r"the least that works is .*8bit-gradient"):
         plan(shoestring.builtin("wrn-10-1", batch=8, image=16, device="meta"), 20_000, "approximate", RATES)
