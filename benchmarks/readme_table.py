@@ -22,7 +22,7 @@ from shoestring.studies.results import Estimate, metric_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, README = ROOT / "docs" / "steps.json", ROOT / "README.md"
-TRAINED = ("table3", "figure3", "neutral")  # studies, of docs/results
+TRAINED = ("table3", "figure3", "accuracy-compressed", "neutral")  # studies, of docs/results
 BEGIN, END = "<!-- {}: made by benchmarks/readme_table.py -->\n", "<!-- end of {} -->"
 MODEL, BATCH, REPEATS = "wrn-28-2", 100, 5
 SIXTY = {"precision": "fp16", "checkpoint": "residual-2*", "microbatch": 10}
