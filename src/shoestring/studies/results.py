@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ShoestringError
 from ..records import file_bytes, matches, read_object
-from .jobs import Store
+from .jobs import Store, identify
 from .plans import model_of
 from .runner import memory_job, training_jobs
 from .study import LEARNED, QUALITIES, Row, Study
@@ -66,9 +66,9 @@ def trials(study: Study, scale_name: str, store: Store, root: str | None = None)
 
 
 def steps(study: Study, scale_name: str, store: Store) -> list[dict[str, Any]]:
-    """The measured steps of a study's rows, each as its job and result."""
-    jobs = [memory_job(study, row, study.scale(scale_name)) for row in study.rows]
-    return [{"job": job, "result": result} for job in jobs if (result := store.result(job)) is not None]
+    """The measured steps of a study's rows, each as its job and result; rows that share a step have one."""
+    jobs = {identify(job): job for job in (memory_job(study, row, study.scale(scale_name)) for row in study.rows)}
+    return [{"job": job, "result": result} for job in jobs.values() if (result := store.result(job)) is not None]
 
 
 def import_results(path: Path, store: Store) -> int:
