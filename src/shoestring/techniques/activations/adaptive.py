@@ -283,9 +283,11 @@ def _rehearsed(task: Task) -> tuple[Part, ...]:
         elif weights := weights_of(module, (kept.weight for some in inputs.values() for kept in some), names):
             parts.append(Part(module, ((module, "*"),), frozenset(weights), _bytes(inputs)))
     parts = [part for part in parts if part.bytes]
+    if not parts:
+        return ()
     smallest = rules_of(parts, {part.name: min(part.bytes, key=part.bytes.__getitem__) for part in parts})
     rest = saved(task.with_(contexts=(*task.contexts, SavedPass(smallest)))).exact_bytes
-    return (*parts, Part(REST, (), frozenset(), {EXACT: rest})) if parts else ()
+    return (*parts, Part(REST, (), frozenset(), {EXACT: rest}))
 
 
 def _everywhere(codec: str) -> tuple[Rule, ...]:
