@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensor
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.techniques import activations as saved
+from shoestring.techniques.activations import rehearsals
 from shoestring.techniques.activations import Rule, SavedPass, Settings
 from shoestring.techniques.activations.codecs import Half, OnDisk, Spill
 from shoestring.techniques.technique import Risk
@@ -212,7 +213,7 @@ def test_what_a_region_keeps_goes_to_the_file_too():
         return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))
 
     lean = apply(task(blocks()), Plan(checkpoint="residual-1", activations="offload")).task
-    assert saved.saved(lean).taken == 4  # three blocks' inputs (the first one's is the caller's), and the square's
+    assert rehearsals.saved(lean).taken == 4  # three blocks' inputs (the first one's is the caller's), and the square's
     plain, found = gradients(task(blocks())), gradients(lean)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 

@@ -51,9 +51,9 @@ class Faker:
         self._fakes.clear()
 
     def _tensor(self, real: Tensor) -> Tensor:
-        fake = self._like(real.detach())
+        fake: Any = self._like(real.detach())
         if isinstance(real, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=False)
+            fake._is_param = True  # what nn.Parameter() makes of a subclass, without another fake on the same storage
             vars(fake).update(vars(real))  # marks that an optimizer or a technique may look for
         return fake.requires_grad_(real.requires_grad)
 

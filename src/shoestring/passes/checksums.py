@@ -27,6 +27,8 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Seen":
+        if is_traced():
+            return cls(tensor.shape, tensor.dtype, None)
         with torch.no_grad(), DisableTorchFunction(), unseen():
             return cls(tensor.shape, tensor.dtype, _checksum(tensor.detach()))
 
@@ -43,7 +45,7 @@ class Seen(NamedTuple):
 
 def _checksum(tensor: Tensor) -> int | Tensor | None:
     """A number that depends on the bits and the order of a sample of the tensor's elements."""
-    if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta or is_traced():
+    if tensor.numel() == 0 or tensor.layout != torch.strided or tensor.is_meta:
         return None
     sample = _sample(tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(torch.uint8)
     if sample.device.type == "cpu":

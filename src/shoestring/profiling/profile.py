@@ -310,6 +310,7 @@ def _give_gradients(task: Task, tracer: Tracer, stepper: Stepper) -> None:
     for path, parameter in task.model.named_parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)
+            tracer.values.drop(parameter.grad)  # else the update of small ones would be computed for real
             tracer.claim(parameter.grad, Category.GRADIENT, home(path))
             if parameter in takers:
                 takers[parameter](parameter)

@@ -26,7 +26,7 @@ from . import sizes
 from .choices import Choices, here, short
 from .remembered import remembered
 from .scratch import Moment, with_scratch
-from .values import Values, tensors_among
+from .values import Values, draws, tensors_among
 
 _CATEGORY = {
     Phase.BUILD: Category.OPTIMIZER,  # the model is there already: what is built is the optimizer
@@ -108,7 +108,7 @@ class Tracer(TorchDispatchMode):
         self.flops[phase] += flops
         if flops:
             self.flops_by_width[_width(func, given)] += flops
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func):
             self.draws += phase != Phase.UPDATE
             self._draws += 1  # a fake draws nothing, but whoever saves the generator's state must see that it advanced
             torch.default_generator.manual_seed(self._draws)

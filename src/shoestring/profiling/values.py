@@ -33,6 +33,11 @@ class Values:
             self._held[_key(fake)] = (real,)
             self._lent.add(_key(fake))
 
+    def drop(self, tensor: Tensor) -> None:
+        """Forgets a tensor's values: nobody knows those of a tensor that is only there to take its place."""
+        if tensor.layout == torch.strided:
+            self.forget(_key(tensor))
+
     def forget(self, key: int) -> None:
         """Drops the storage of that address: it is freed, or its values are no longer known."""
         self._held.pop(key, None)
@@ -54,7 +59,7 @@ class Values:
         if func.is_view:
             self._lend_views(given, out)
             return
-        if not (_draws(func) or self._is_concerned(func, given)):
+        if not (draws(func) or self._is_concerned(func, given)):
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
         outs = list(tensors_among([out]))
@@ -110,7 +115,7 @@ class Values:
             self._held[_key(fake)] = storages
 
     def _run(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor], written: list[int]) -> bool:
-        if _draws(func) or any(out.numel() > LIMIT for out in outs):
+        if draws(func) or any(out.numel() > LIMIT for out in outs):
             return False
         if func.namespace != "aten" or (not written and not outs):
             return False
@@ -154,7 +159,7 @@ class Values:
 
 
 @cache
-def _draws(func: Any) -> bool:
+def draws(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 

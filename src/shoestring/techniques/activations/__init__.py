@@ -32,7 +32,7 @@ from ..checkpoint import SWEPT, has_norms
 from ..technique import Bounds, Price, Risk, Technique
 from .adaptive import EXACT, Adaptive, parts_of
 from .codecs import codec_of
-from .rehearsals import saved, saved_bytes
+from .rehearsals import saved_bytes, takes_any
 from .saving import SMALL_BYTES, Rule, SavedPass, is_compressing
 
 EXAMPLES = (
@@ -247,7 +247,7 @@ def _with_rules(task: Task, rules: tuple[Rule, ...]) -> Task:
                 f"the model has no module {rule.module!r} for activations: its modules are {near}, ..."
             )
     lean = task.with_(contexts=(*task.contexts, SavedPass(rules)))
-    if not saved(lean).taken:
+    if not takes_any(lean):
         raise NoEffect(
             f"nothing that {type(task.model).__name__} saves there for its backward pass has "
             f"{format_bytes(SMALL_BYTES)}, the least that is stored in another form: take a larger batch, name other "

@@ -51,6 +51,35 @@ def saved(task: Task) -> Saved:
     return dry_run(task, next(iter(task.split(task.batch))), look)
 
 
+class _Taken(Exception):
+    """Ends a rehearsal that has shown what it was made for."""
+
+
+def takes_any(task: Task) -> bool:
+    """Whether the rules of `activations` match anything that the forward pass of one microbatch saves."""
+
+    def look(batch: Any) -> bool:
+        with ExitStack() as stack:
+            entered = [stack.enter_context(context(task.model)) for context in task.contexts]
+            savers = [saver for saver in entered if isinstance(saver, Saver)]
+            around = next(iter(Ambient.now().stores[-1:]), AsIs)
+
+            def keep(tensor: Tensor) -> Stored:
+                stored = around(tensor)
+                if any(saver.taken for saver in savers):
+                    raise _Taken
+                return stored
+
+            stack.enter_context(storing(keep))
+            task.loss_of(task.model, batch)
+            return any(saver.taken for saver in savers)  # a region hands its input to the rules itself
+
+    try:
+        return dry_run(task, next(iter(task.split(task.batch))), look)
+    except _Taken:
+        return True
+
+
 def saved_bytes(task: Task) -> int:
     """The bytes of all storages that operations save in the forward pass of one microbatch."""
     return saved(task).bytes
