@@ -167,6 +167,22 @@ def test_what_is_raised_inside_ends_the_call():
         assert Ambient.now().outside_call is None and lean.model(IDS).dtype == torch.float32
 
 
+@pytest.mark.parametrize("call", [lambda lean: lean.model(IDS), lambda lean: lean.step(IDS)], ids=["call", "step"])
+def test_after_an_interrupt_the_model_answers_in_fp32_and_trains_as_before(call):
+    """PyTorch calls no hook for it: a step in a notebook may be stopped by Ctrl-C, and the next one begun."""
+
+    def interrupt(module, args):
+        raise KeyboardInterrupt
+
+    left, other = coder(precision="fp16"), coder(precision="fp16")
+    for place in ("blocks.1", "encoder.0", ""):
+        with left.model.get_submodule(place).register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
+            call(left)
+        assert left.model(IDS).dtype == torch.float32 == left.step(IDS).dtype
+        other.step(IDS)
+    assert all(map(torch.equal, left.model.state_dict().values(), other.model.state_dict().values()))
+
+
 class Tree(nn.Module):
     """A module that calls itself."""
 

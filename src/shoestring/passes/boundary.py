@@ -9,6 +9,7 @@ the model, a layer's inputs are cast to the dtype of its weights, because a mode
 These hooks stay with the model, so that it can be called, copied and saved like any other.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class CastInputs:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         call = Ambient.now().outside_call
+        if call is not None and (self.is_model or call.module is module) and not _is_running(call, module):
+            call = None
         if call is not None and call.module is module:
             Ambient.change(outside_call=call._replace(depth=call.depth + 1))
         if call is None and not is_backward():
@@ -68,6 +71,15 @@ class CastOutputs:
             return None
         Ambient.change(outside_call=call._replace(depth=call.depth - 1) if call.depth else None)
         return cast(output, torch.float32) if call.widens and not call.depth else None
+
+
+def _is_running(call: OutsideCall, called: nn.Module) -> bool:
+    """Whether a call from outside has not ended: after Ctrl-C, which is no Exception, PyTorch calls no hook. Asked when
+    a module calls itself, or a model is called in another call: seldom, for looking through the stack takes time."""
+    frame, found = sys._getframe(), 0
+    while frame := frame.f_back:  # type: ignore[assignment]
+        found += frame.f_code is nn.Module._call_impl.__code__ and frame.f_locals["self"] is call.module
+    return found > call.depth + (called is call.module)
 
 
 def bound(model: nn.Module, dtype: torch.dtype) -> None:
