@@ -14,8 +14,7 @@ from torch._subclasses import FakeTensor
 from shoestring import SGD, Plan, ShoestringError, Task, apply
 from shoestring.errors import NoEffect
 from shoestring.techniques import activations as saved
-from shoestring.techniques.activations import rehearsals
-from shoestring.techniques.activations import Rule, SavedPass, Settings
+from shoestring.techniques.activations import Rule, SavedPass, Settings, rehearsals
 from shoestring.techniques.activations.codecs import Half, OnDisk, Spill
 from shoestring.techniques.technique import Risk
 
