@@ -222,12 +222,82 @@ def autoencoder_kl():
     return model, {"pixel_values": images(32)}
 
 
+def gpt_neox():
+    return tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**ENCODER, **TOKENS)), causal()
+
+
+def bloom():
+    config = tf.BloomConfig(hidden_size=128, n_layer=4, n_head=4, vocab_size=VOCABULARY)
+    return tf.BloomForCausalLM(config), causal()
+
+
+def modernbert():
+    config = tf.ModernBertConfig(**ENCODER, **TOKENS, num_labels=10, pad_token_id=0, local_attention=16)
+    return tf.ModernBertForSequenceClassification(config), text(labels())
+
+
+def mpnet():
+    return tf.MPNetForSequenceClassification(tf.MPNetConfig(**ENCODER, **TOKENS, num_labels=10)), text(labels())
+
+
+def olmoe():
+    return tf.OlmoeForCausalLM(tf.OlmoeConfig(**DECODER, num_experts=8, num_experts_per_tok=2)), causal()
+
+
+def mamba2():
+    config = tf.Mamba2Config(hidden_size=128, num_hidden_layers=4, num_heads=8, head_dim=32, state_size=32,
+                             n_groups=2, vocab_size=VOCABULARY, chunk_size=32)  # fmt: skip
+    return tf.Mamba2ForCausalLM(config), causal()
+
+
+def hubert():
+    config = tf.HubertConfig(**ENCODER, conv_dim=(64,) * 4, conv_stride=(5, 2, 2, 2), conv_kernel=(10, 3, 3, 3),
+                             num_feat_extract_layers=4, num_conv_pos_embeddings=16, num_labels=10,
+                             classifier_proj_size=64, mask_time_length=2)  # fmt: skip
+    return tf.HubertForSequenceClassification(config), {"input_values": torch.randn(BATCH, 4000), "labels": labels()}
+
+
+def regnet():
+    config = tf.RegNetConfig(embedding_size=32, hidden_sizes=[32, 64, 96, 128], depths=[1, 2, 2, 1], groups_width=16,
+                             layer_type="y", num_labels=10)  # fmt: skip
+    return tf.RegNetForImageClassification(config), pictures()
+
+
+def mobilevit():
+    config = tf.MobileViTConfig(image_size=64, hidden_sizes=[48, 64, 80], num_labels=10,
+                                neck_hidden_sizes=[16, 16, 24, 32, 48, 64, 96])  # fmt: skip
+    return tf.MobileViTForImageClassification(config), pictures()
+
+
+def focalnet():
+    config = tf.FocalNetConfig(image_size=64, patch_size=4, embed_dim=48, depths=[2, 2, 2], focal_levels=[2, 2, 2],
+                               focal_windows=[3, 3, 3], hidden_sizes=[48, 96, 192], num_labels=10)  # fmt: skip
+    return tf.FocalNetForImageClassification(config), pictures()
+
+
+def patchtst():
+    config = tf.PatchTSTConfig(num_input_channels=4, context_length=256, prediction_length=32, patch_length=8,
+                               patch_stride=8, d_model=64, num_hidden_layers=4, num_attention_heads=4,
+                               ffn_dim=256)  # fmt: skip
+    return tf.PatchTSTForPrediction(config), {
+        "past_values": torch.randn(BATCH, 256, 4), "future_values": torch.randn(BATCH, 32, 4)
+    }  # fmt: skip
+
+
+def vit_mae():
+    config = tf.ViTMAEConfig(**ENCODER, image_size=64, patch_size=8, decoder_hidden_size=64,
+                             decoder_num_hidden_layers=2, decoder_num_attention_heads=4,
+                             decoder_intermediate_size=256)  # fmt: skip
+    return tf.ViTMAEForPreTraining(config), {"pixel_values": images()}
+
+
 LOSSES = {"detr": boxes_loss, "unet2d": noise_loss, "autoencoder_kl": autoencoding_loss}
 MODELS: dict[str, Callable[[], Any]] = {
     make.__name__: make
     for make in (
         bert, roberta, distilbert, gpt2, llama, gemma, mistral, qwen2, mixtral, opt, mamba, t5, bart, whisper, wav2vec2,
         vit, dinov2, swin, segformer, convnext, resnet, clip, detr, unet2d, autoencoder_kl,
+        gpt_neox, bloom, modernbert, mpnet, olmoe, mamba2, hubert, regnet, mobilevit, focalnet, patchtst, vit_mae,
     )
 }  # fmt: skip
 
