@@ -5,6 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from ..errors import ShoestringError
 from .core import core
@@ -32,12 +33,10 @@ def float32(x: Any) -> Any:
 
 
 def layout(x: Tensor) -> torch.memory_format:
-    """The layout in which a map is read: channels_last if it is only that, else contiguous."""
-    if not x.is_contiguous():
-        for dimensions, last in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-            if x.dim() == dimensions and x.is_contiguous(memory_format=last):
-                return last
-    return torch.contiguous_format
+    """The layout in which PyTorch's operators store what they make of a map: channels_last if its strides are in that
+    order, gaps or not, and in no other. (One pixel is both, and may have the strides of either.)"""
+    plain = x.is_contiguous() and (x.dim() < 4 or x.stride(1) != 1)
+    return torch.contiguous_format if plain else suggest_memory_format(x)
 
 
 def planar(x: Tensor) -> bool:

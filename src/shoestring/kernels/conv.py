@@ -144,8 +144,10 @@ def _require(name: str, got: Tensor | None, shape: Sequence[int], dtype: torch.d
         )
 
 
-def _empty(like: Tensor, shape: Sequence[int]) -> Tensor:
-    form = torch.contiguous_format if planar(like) else torch.channels_last
+def _empty(like: Tensor, shape: Sequence[int], weight: Tensor | None = None) -> Tensor:
+    """A map in the layout of another; PyTorch's convolution has channels_last from its weight, too."""
+    last = not planar(like) or (weight is not None and not planar(weight))
+    form = torch.channels_last if last else torch.contiguous_format
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=form)
 
 
@@ -164,7 +166,7 @@ def conv_forward(
     out: Tensor | None = None,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> Tensor:
-    """A map and a weight -> conv(r) + bias, stored like x; r = x scale + shift, with ReLU if `relu`.
+    """A map and a weight -> conv(r) + bias, stored as PyTorch would; r = x scale + shift, with ReLU if `relu`.
 
     Zeros of the padding surround r, not x. Results do not depend on threads or scratch_bytes.
     """
@@ -174,7 +176,7 @@ def conv_forward(
     _require("shift", shift, [x.shape[1]])
     _require("bias", bias, [shape[1]])
     _require("out", out, shape, x.dtype)
-    out = _empty(x, shape) if out is None else out
+    out = _empty(x, shape, weight) if out is None else out
     require_in_place("conv_forward", out)
     _forward_op(out, x, weight, bias, *settings, scale, shift, relu, scratch_bytes)
     return out
