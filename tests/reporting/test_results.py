@@ -96,7 +96,7 @@ def test_the_papers_bytes_are_not_put_beside_those_of_smaller_images(tmp_path, s
     assert found["smaller"] and [row["rules_bytes"] for row in found["rows"]] == [None, None]
     _, picture, page, _ = write_results(tmp_path / "results", study, found, [])
     assert "| predicted, MB | heap, MB |" in page.read_text() and "for the paper's sizes see" in page.read_text()
-    assert "its rules" not in page.read_text() + picture.read_text()
+    assert "paper's rules" not in page.read_text() + picture.read_text()
     assert [row["paper_bytes"] for row in study_data(found)["rows"]] == [None, None]
     assert [row["paper_bytes"] for row in study_data(found | {"smaller": False})["rows"]] == [4e6, 2e6]
 

@@ -70,7 +70,7 @@ def _memory(axes: Any, rows: list[dict[str, Any]], ruled: bool) -> None:
     if ruled:
         series = [
             ("paper", "o", MUTED, [row["paper"].get("memory_mb") for row in rows]),
-            ("its rules", "x", INK, [_mb(row["rules_bytes"]) for row in rows]),
+            ("paper's rules", "x", INK, [_mb(row["rules_bytes"]) for row in rows]),
             *series,
         ]
     _scale(axes, _points(axes, series))
@@ -79,7 +79,7 @@ def _memory(axes: Any, rows: list[dict[str, Any]], ruled: bool) -> None:
 
 def _flops(axes: Any, rows: list[dict[str, Any]]) -> None:
     series = [
-        ("its rules", "x", INK, [_more(row.get("rules_flops_ratio")) for row in rows]),
+        ("paper's rules", "x", INK, [_more(row.get("rules_flops_ratio")) for row in rows]),
         ("our trace", "D", ACCENT, [_more(row.get("flops_ratio")) for row in rows]),
     ]
     _points(axes, series)

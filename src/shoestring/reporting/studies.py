@@ -9,7 +9,7 @@ from ..studies.study import PAPERS, Study
 
 MB = 1e6
 PARTS = ("model", "optimizer", "activations")
-COUNTINGS = {"rules": "its rules", "predicted": "traced"}
+COUNTINGS = {"rules": "paper's rules", "predicted": "traced"}
 _SAME_STEP = (*UNMEASURED, "length")  # settings that change no byte of a step
 
 
@@ -52,7 +52,7 @@ def table(study: Study, found: dict[str, Any]) -> list[list[str]]:
     if has_rules(study, found):
         columns += [
             ("paper, MB", lambda row: f"{row['paper']['memory_mb']:g}" if "memory_mb" in row["paper"] else ""),
-            ("its rules, MB", lambda row: bytes_in_mb(row["rules_bytes"])),
+            ("paper's rules, MB", lambda row: bytes_in_mb(row["rules_bytes"])),
         ]
     columns += [
         ("predicted, MB", lambda row: bytes_in_mb(row["predicted_bytes"])),
@@ -60,7 +60,7 @@ def table(study: Study, found: dict[str, Any]) -> list[list[str]]:
     ]
     if about_flops(study):
         columns += [
-            ("its rules, FLOPs", lambda row: _times(row.get("rules_flops_ratio"))),
+            ("paper's rules, FLOPs", lambda row: _times(row.get("rules_flops_ratio"))),
             ("traced, FLOPs", lambda row: _times(row.get("flops_ratio"))),
         ]
     if about_parts(study):
