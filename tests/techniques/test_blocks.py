@@ -1,12 +1,13 @@
 """Blocks found from the module structure."""
 
 import pytest
+import torch
 from torch import nn
 
 import shoestring
-from shoestring import ShoestringError
+from shoestring import SGD, ShoestringError, Task
 from shoestring.patching import patched
-from shoestring.techniques.checkpoint.blocks import find_blocks
+from shoestring.techniques.checkpoint.blocks import block_costs, find_blocks
 
 
 class Block(nn.Module):
@@ -64,3 +65,26 @@ def test_a_forward_that_the_user_patched_comes_back():
     with patched(module, lambda forward, args, kwargs: forward(*args) + 1):
         assert module(1) == 3
     assert module(1) == 2
+
+
+class Frozen(nn.Module):
+    """Four blocks, of which the first runs without recording."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        return x
+
+
+def test_each_block_has_its_costs_also_one_that_is_not_recorded():
+    task = Task(Frozen(), lambda model, x: model(x).square().mean(), torch.randn(5, 8), SGD())
+    costs = block_costs(task, [f"blocks.{n}" for n in range(4)])
+    assert [cost.flops for cost in costs] == [2 * 5 * 2 * 8 * 16] * 4
+    assert [cost.input_bytes for cost in costs] == [4 * 5 * 8] * 4
+    assert costs[0].inside_bytes < costs[1].inside_bytes == costs[3].inside_bytes

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..distributed import is_sharded
 from ..errors import ShoestringError
@@ -45,6 +46,11 @@ def dry_run(task: Task, piece: Any, act: Callable[[Any], T]) -> T:
         return tracer
 
     return found[larger_way(once)]
+
+
+def flops_so_far() -> int:
+    """The FLOPs of a dry run until now."""
+    return next(sum(mode.flops.values()) for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Tracer))
 
 
 @contextmanager

@@ -7,14 +7,12 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from ...errors import ShoestringError
-from ...kernels import flops  # noqa: F401 - the formulas of our own operators
 from ...passes.saved_tensors import AsIs, storing
 from ...passes.switches import switched
 from ...patching import patched
-from ...profiling.dry import dry_run
+from ...profiling.dry import dry_run, flops_so_far
 from ...structure import tensors
 from ...task import Task
 from .segments import BlockCost
@@ -93,7 +91,8 @@ def _measure(costs: dict[str, BlockCost], name: str, forward: Any, args: tuple, 
             inside[storage._cdata] = storage.nbytes()
         return AsIs(tensor)
 
-    with storing(note), FlopCounterMode(display=False) as counter:
+    before = flops_so_far()
+    with storing(note):
         output = forward(*args, **kwargs)
-    costs[name] = BlockCost(name, sum(inputs.values()), sum(inside.values()), counter.get_total_flops())
+    costs[name] = BlockCost(name, sum(inputs.values()), sum(inside.values()), flops_so_far() - before)
     return output
