@@ -1,6 +1,6 @@
 """The objects of Python and autograd around a traced step's tensors: on the heap, but not in a trace."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..ledger import Ledger, Phase
 
@@ -12,6 +12,9 @@ from ..ledger import Ledger, Phase
 # eight steps of four networks. benchmarks/budgets_kept.py fits nodes and leaves on some models, proves them on others.
 STORAGE_BYTES, NODE_BYTES, LEAF_BYTES, ONCE_BYTES = 350, 1000, 700, 64 * 1024
 RECORDED_BYTES = 140
+# What oneDNN has on the heap while it runs a recurrent layer, past PyTorch's allocator and whatever the layer's size:
+# 57 and 111 KB with 32 to 128 units, 5 KB more for each further layer or direction.
+LIBRARY_BYTES = {"mkldnn_rnn_layer.default": 60_000, "mkldnn_rnn_layer_backward.default": 115_000}
 
 
 class Fullest(NamedTuple):
@@ -22,21 +25,22 @@ class Fullest(NamedTuple):
     nodes: int  # of autograd's graph
     leaves: int  # of a graph that is gone
     is_recorded: bool = False
+    library_bytes: int = 0
 
     @property
     def needed(self) -> int:
         graph = NODE_BYTES * self.nodes + LEAF_BYTES * self.leaves
         storages = (STORAGE_BYTES + RECORDED_BYTES * self.is_recorded) * self.storages
-        return self.tensor_bytes + storages + graph + ONCE_BYTES
+        return self.tensor_bytes + storages + graph + self.library_bytes + ONCE_BYTES
 
 
 def fullest(ledger: Ledger, nodes: int, leaves: int, is_recorded: bool) -> Fullest:
     """The moment at which a traced step needs most, objects included: with its graph, or in the update after it."""
     timeline = ledger.timeline()
 
-    def peak(births: list[int], nodes: int, leaves: int, is_recorded: bool) -> Fullest:
+    def peak(births: list[int], *graph: Any) -> Fullest:
         time = max(births, key=timeline.__getitem__)
-        return Fullest(timeline[time], len(ledger.live_at(time)), nodes, leaves, is_recorded)
+        return Fullest(timeline[time], len(ledger.live_at(time)), *graph)
 
     with_graph, after_it, updated = list[int](), list[int](), list[int]()
     for entry in ledger.entries:
@@ -48,7 +52,8 @@ def fullest(ledger: Ledger, nodes: int, leaves: int, is_recorded: bool) -> Fulle
         updated.clear()
         with_graph.append(entry.born)
     after_it += updated
-    moments = [peak(with_graph, nodes, 0, is_recorded)]
+    library = max((LIBRARY_BYTES.get(entry.operation, 0) for entry in ledger.entries), default=0)
+    moments = [peak(with_graph, nodes, 0, is_recorded, library)]
     if after_it:
         moments.append(peak(after_it, 0, leaves, False))
     return max(moments, key=lambda moment: moment.needed)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...errors import ShoestringError
 from ...kernels.sparse_index import bitmap_bytes
 
-TILE = 16_384  # positions, a multiple of 8 so that a tile is whole bytes of the bitmap
+TILE = 16_384  # positions, a multiple of 8 so that a tile is whole bytes of the bitmap, and below 2**16
 MOST_POSITIONS = 10**9  # of a layer: the limit of NumPy's hypergeometric draws
 NOWHERE = range(0)
 INFINITY = 0x7F800000  # its bits in FP32, whose positive numbers are in the order of their bits
@@ -50,7 +50,7 @@ def grow(bits: Bits, numel: int, count: int, random: np.random.Generator, never:
     shares = random.multivariate_hypergeometric(free, count)
     for (start, stop), share in zip(_tiles(numel), shares, strict=True):
         if share:
-            places = np.flatnonzero(_free(bits, start, stop, never))
+            places = np.flatnonzero(_free(bits, start, stop, never)).astype(np.uint16)  # in place of eight bytes each
             mask = _mask(bits, start, stop)
             mask[random.choice(places, share, replace=False, shuffle=False)] = True
             _write(bits, start, stop, mask)
