@@ -1,11 +1,12 @@
-"""Fakes in place of PyTorch's own: sparse ones keep the number of nonzeros, grouped products take FP32 on the CPU, and
-the statistics of 16-bit maps have their weight's precision."""
+"""Fakes in place of PyTorch's own: sparse ones keep the number of nonzeros, grouped products take FP32 on the CPU, the
+statistics of 16-bit maps have their weight's precision, and batch norm's outputs lie as the CPU lays them."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -16,6 +17,8 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         return _grouped_product(*args, **kwargs)
     if func in _NORMS:
         return _normalised(func(*args, **kwargs), args)
+    if func in _BATCH_NORMS:
+        return _laid_out(func(*args, **kwargs), args[_BATCH_NORMS[func]])
     if func in _FAKES and args[-1].layout == torch.sparse_coo:
         return _FAKES[func](*args)
     return func(*args, **kwargs)
@@ -37,6 +40,19 @@ def _mask(dense: Tensor, mask: Tensor) -> Tensor:
 
 
 _NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
+_BATCH_NORMS = {
+    aten.native_batch_norm.default: 0,
+    aten.native_batch_norm_backward.default: 1,
+}  # where the map is
+
+
+def _laid_out(made: tuple[Tensor | None, ...], x: Tensor) -> tuple[Tensor | None, ...]:
+    """What batch norm makes of a map, or of its gradient: on a CPU contiguous or in channels_last, where its fake keeps
+    any order of the map's dimensions. Between transposed tokens that is a copy for each norm."""
+    first, form = made[0], suggest_memory_format(x)
+    if first is None or first.device.type != "cpu" or first.is_contiguous(memory_format=form):
+        return made
+    return torch.empty_like(first, memory_format=form), *made[1:]
 
 
 def _normalised(made: tuple[Tensor, Tensor, Tensor], args: tuple) -> tuple[Tensor, ...]:
