@@ -82,6 +82,21 @@ def test_an_evaluation_over_the_budget_stops_the_run(tmp_path):
     assert record.finished and 2_000_000 < record.measured_beside["evaluation"] < 3_000_000
 
 
+def test_an_evaluation_that_has_no_room_for_a_batch_takes_it_in_pieces(tmp_path):
+    """A batch of 200 beside a plan of microbatches of 2, of which the evaluation was not told."""
+
+    def quality(name, **limits):
+        lean = apply(task(), Plan(microbatch=2))
+        judged = mean_loss(task(), Noise(2, size=200, seed=7))
+        return train(lean, Noise(), epochs=1, evaluation=judged, run=tmp_path / name, **limits)
+
+    free = quality("free", budget_bytes=10**9, meter=measure_allocator)
+    limit = (free.measured_peak_bytes + free.measured_beside["evaluation"]) // 2
+    tight = quality("tight", budget_bytes=limit, meter=measure_allocator)
+    assert free.measured_beside["evaluation"] > limit >= tight.measured_beside["evaluation"]
+    assert tight.best_quality == pytest.approx(free.best_quality, rel=1e-5)
+
+
 def test_measuring_an_evaluation_changes_no_bit_of_the_run(tmp_path):
     """The first one is begun under the meter, broken off, and done again: also where it draws random numbers."""
 

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -11,6 +12,7 @@ from ..errors import OverBudget
 from ..randomness import RandomState
 from .evaluate import Evaluation, evaluated, few_batches, telling
 from .events import Evaluated, Evaluating
+from .replan import smaller_pieces
 from .run import Training
 
 
@@ -52,7 +54,7 @@ def _measured(run: Training, evaluation: Evaluation) -> str:
 
 def _judged(run: Training, evaluation: Evaluation) -> float:
     """The quality, in the microbatches that the run is in by now: the evaluation was made before it was replanned."""
-    with run.reading(), Ambient.during(split=run.lean.task.split if run.is_replanned else None):
+    with run.reading(), Ambient.during(split=run.pieces or (run.lean.task.split if run.is_replanned else None)):
         return evaluated(run.lean.task, evaluation)
 
 
@@ -64,7 +66,7 @@ def _metered(run: Training, evaluation: Evaluation) -> float:
     random = RandomState({}).state()
     quality = None
     try:
-        quality = run.budget.around("evaluation", lambda: few_batches(judge), run.lean.held)
+        quality = _in_pieces(run, lambda: run.budget.around("evaluation", lambda: few_batches(judge), run.lean.held))
     except OverBudget as error:
         if not run.replan:
             raise
@@ -73,3 +75,23 @@ def _metered(run: Training, evaluation: Evaluation) -> float:
         return quality
     RandomState({}).restore(random)
     return judge()
+
+
+def _in_pieces(run: Training, look: Callable[[], float | None]) -> float | None:
+    """A look at an evaluation's first batches, over the budget once more in smaller pieces, as long as that helps: in
+    evaluation mode examples do not meet, so that only their memory is another. A plan that has its activations on disk
+    leaves less room for a batch than an evaluation takes."""
+    try:
+        return look()
+    except OverBudget as error:
+        first, random = error, RandomState({}).state()
+    for pieces in smaller_pieces(run.lean.task, run.data.read(0, 0)):
+        before, run.pieces = run.budget.beside.pop("evaluation"), pieces
+        try:
+            RandomState({}).restore(random)
+            return look()
+        except OverBudget:
+            if run.budget.beside["evaluation"] > 0.99 * before:
+                break  # it is not ours, and takes its batches as it likes
+    run.pieces = None
+    raise first

@@ -45,6 +45,14 @@ def smaller_microbatches(lean: LeanTask, batch: Any, used_bytes: int, limit_byte
     raise OverBudget("no smaller microbatch fits either: plan the run anew with `shoestring plan`, or raise the budget")
 
 
+def smaller_pieces(task: Task, batch: Any) -> Iterator[Split]:
+    """A task and a batch -> ways to cut batches into ever smaller pieces than now; none if they cannot be cut."""
+    try:
+        yield from _smaller(_present(task.with_(batch=batch)))
+    except ShoestringError:
+        return
+
+
 def _resized(value: Any, size: int) -> Any:
     """A plan's microbatch with another size."""
     return {**value, "size": size} if isinstance(value, Mapping) else size

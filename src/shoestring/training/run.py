@@ -7,7 +7,7 @@ that is killed at any moment and resumed ends with the same bits as one that was
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import is_dataclass
 from typing import Any
@@ -68,6 +68,7 @@ class Training:
         budget.predict = None if lean.task.sharded else self.predicted_bytes  # its model cannot be traced any more
         self.how_to_resume = ""
         self.is_replanned = False
+        self.pieces: Callable[[Any], Iterable[Any]] | None = None  # of an evaluation that had no room for whole batches
         self.doing = "the start of the run"
         self.interrupts = Interrupts()
         self.update = self.evaluated = self.log_bytes = self.skipped = 0
