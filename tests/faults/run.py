@@ -51,9 +51,10 @@ class Part:
 def killed(count: int, seed: int, folder: Path) -> Outcome:
     """Kills over all settings in turn; each run must end with the bytes of one that was not killed."""
     found: Counter = Counter()
-    with kills.Server() as server:
-        for number, setting in enumerate(kills.SETTINGS):
-            share = count // len(kills.SETTINGS) + (number < count % len(kills.SETTINGS))
+    settings = (*kills.SETTINGS, *kills.EACH)
+    with kills.Server(settings) as server:
+        for number, setting in enumerate(settings):
+            share = count // len(settings) + (number < count % len(settings))
             if share:
                 place = folder / str(number)
                 place.mkdir()
@@ -135,7 +136,7 @@ def sanitized(count: int, seed: int, folder: Path) -> Outcome:
 
 
 PARTS = {
-    "kills": Part(1000, "SIGKILL at random moments, bytes and system calls of a save, over six plans", killed),
+    "kills": Part(1000, "SIGKILL at random moments, bytes and calls of a save, all techniques by 2 optimizers", killed),
     "kills-together": Part(40, "the same in 2 processes, with rewiring", killed_together),
     "save-calls": Part(
         1, "ENOSPC, EIO, EROFS, EINTR and EDQUOT at every system call of a save (the share is of all of them)",

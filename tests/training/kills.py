@@ -19,6 +19,17 @@ CALLS = ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir")  # what a sav
 SETTINGS = (
     "momentum", "adam in microbatches", "checkpoints and masks", "sparse in FP16", "8-bit state", "stochastic rounding"
 )  # fmt: skip
+PLANS = {
+    "nonzero 50": {"nonzero": 50}, "fp16": {"precision": "fp16"}, "bf16": {"precision": "bf16"},
+    "8bit": {"optimizer": "8bit"}, "16-bit state": {"optimizer": "bf16"}, "no-gradient": {"optimizer": "no-gradient"},
+    "sums in 8 bits": {"optimizer": "8bit+8bit-gradient", "microbatch": 2},
+    "sm3": {"optimizer": "sm3+8bit"}, "adafactor": {"optimizer": "adafactor"},
+    **{name: {"checkpoint": name} for name in ("no-bn", "residual-1*", "residual-2*", "optimal", "every-2")},
+    **{name: {"activations": name} for name in ("offload", "half", "masks", "pool2", "int8", "int2", "adaptive-1MB")},
+    "microbatch 2": {"microbatch": 2},
+}  # fmt: skip
+FACTORED = ("sm3", "adafactor")  # of Adam's second moment
+EACH = tuple(f"{name} by {how}" for name in PLANS for how in ("SGD", "Adam") if how == "Adam" or name not in FACTORED)
 
 
 def quick_folder() -> tempfile.TemporaryDirectory:
@@ -38,7 +49,12 @@ def run(setting: str, folder: str, resume: bool) -> None:
     from shoestring.training.schedules import schedule
 
     how = {"run": folder, "resume": resume, "epochs": 6, "evaluation": right_answers(), "save_every": 2}
-    if setting == "momentum":
+    if setting in EACH:
+        name, optimizer = setting.split(" by ")
+        data = Noise(size=240) if "activations" in PLANS[name] else Noise()  # what is small is stored as it is
+        start = task(Adam() if optimizer == "Adam" else None, batch=data.read(0, 0))
+        train(apply(start, Plan(**PLANS[name])), data, **how)
+    elif setting == "momentum":
         train(task(), Noise(), schedule=schedule("paper", 30), **how)
     elif setting == "adam in microbatches":
         lean = apply(task(Adam(weight_decay=0.1, decoupled=True), clip=1.0), Plan(microbatch=2))
@@ -145,7 +161,7 @@ def serve() -> None:
     import torch
 
     torch.set_num_threads(1)  # a process that has threads cannot be forked safely
-    for setting in SETTINGS:
+    for setting in sys.argv[1:]:
         with quick_folder() as folder:
             run(setting, folder, resume=False)  # so that what torch imports late is imported once
     print("ready", flush=True)
@@ -166,11 +182,14 @@ def serve() -> None:
 
 # -- in the test's process ----------------------------------------------------------------------------------
 class Server:
-    """Starts sessions, kills them, and says how they ended."""
+    """Starts sessions of some settings, kills them, and says how they ended."""
+
+    def __init__(self, settings=SETTINGS):
+        self.settings = settings
 
     def __enter__(self):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, __file__], cwd=HERE, **pipes)
+        self.process = subprocess.Popen([sys.executable, __file__, *self.settings], cwd=HERE, **pipes)
         assert self.process.stdout.readline() == "ready\n"
         return self
 
