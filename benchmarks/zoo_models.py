@@ -146,11 +146,21 @@ def whisper():
     return tf.WhisperForConditionalGeneration(config), batch
 
 
+def _speech(kind: str):
+    config = getattr(tf, f"{kind}Config")(
+        **ENCODER, conv_dim=(64,) * 4, conv_stride=(5, 2, 2, 2), conv_kernel=(10, 3, 3, 3), num_feat_extract_layers=4,
+        num_conv_pos_embeddings=16, num_labels=10, classifier_proj_size=64, mask_time_length=2,
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}ForSequenceClassification")(config)
+    return model, {"input_values": torch.randn(BATCH, 4000), "labels": labels()}
+
+
 def wav2vec2():
-    config = tf.Wav2Vec2Config(**ENCODER, conv_dim=(64,) * 4, conv_stride=(5, 2, 2, 2), conv_kernel=(10, 3, 3, 3),
-                               num_feat_extract_layers=4, num_conv_pos_embeddings=16, num_labels=10,
-                               classifier_proj_size=64, mask_time_length=2)  # fmt: skip
-    return tf.Wav2Vec2ForSequenceClassification(config), {"input_values": torch.randn(BATCH, 4000), "labels": labels()}
+    return _speech("Wav2Vec2")
+
+
+def hubert():
+    return _speech("Hubert")
 
 
 def vit():
@@ -248,13 +258,6 @@ def mamba2():
     config = tf.Mamba2Config(hidden_size=128, num_hidden_layers=4, num_heads=8, head_dim=32, state_size=32,
                              n_groups=2, vocab_size=VOCABULARY, chunk_size=32)  # fmt: skip
     return tf.Mamba2ForCausalLM(config), causal()
-
-
-def hubert():
-    config = tf.HubertConfig(**ENCODER, conv_dim=(64,) * 4, conv_stride=(5, 2, 2, 2), conv_kernel=(10, 3, 3, 3),
-                             num_feat_extract_layers=4, num_conv_pos_embeddings=16, num_labels=10,
-                             classifier_proj_size=64, mask_time_length=2)  # fmt: skip
-    return tf.HubertForSequenceClassification(config), {"input_values": torch.randn(BATCH, 4000), "labels": labels()}
 
 
 def regnet():

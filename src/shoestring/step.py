@@ -300,7 +300,7 @@ class Stepper:
         """The same by the model's own code. During the last pass of a step gradients are on their way to other
         processes, if there are any."""
         with ExitStack() as stack:
-            stack.enter_context(Ambient.during(outside_call=None))  # nor after an interrupt
+            stack.enter_context(Ambient.during(outside_call=None))  # an interrupted pass left its own
             for context in (*self.task.contexts, *self._driven.contexts, *self._together.contexts):
                 stack.enter_context(context(self.task.model))
             with phase(Phase.FORWARD):

@@ -6,17 +6,8 @@ import torch.nn.functional as F
 
 from shoestring import SGD, Task
 from shoestring.profiling.dry import dry_run
+from views import VIEWS
 
-LAST = torch.channels_last
-VIEWS = {
-    "contiguous": lambda x: x,
-    "channels_last": lambda x: x.contiguous(memory_format=LAST),
-    "half of channels_last": lambda x: x.repeat(1, 2, 1, 1).contiguous(memory_format=LAST).chunk(2, 1)[1],
-    "half of contiguous": lambda x: x.repeat(1, 2, 1, 1).chunk(2, 1)[1],
-    "turned": lambda x: x.transpose(2, 3),
-    "columns": lambda x: x.repeat(1, 1, 1, 2)[..., ::2],
-    "tokens": lambda x: x.flatten(2).transpose(1, 2).contiguous().transpose(1, 2).unflatten(2, x.shape[2:]),
-}
 CALLS = {
     "batch_norm": lambda x, w: F.batch_norm(x, None, None, w[:8], w[:8], training=True),
     "batch_norm of tokens": lambda x, w: F.batch_norm(x.flatten(2), None, None, w[:8], training=True),

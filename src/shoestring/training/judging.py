@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 from ..ambient import Ambient
 from ..distributed import by_first
@@ -66,7 +67,8 @@ def _metered(run: Training, evaluation: Evaluation) -> float:
     random = RandomState({}).state()
     quality = None
     try:
-        quality = _in_pieces(run, lambda: run.budget.around("evaluation", lambda: few_batches(judge), run.lean.held))
+        look = partial(run.budget.around, "evaluation", lambda: few_batches(judge), run.lean.held)
+        quality = _in_pieces(run, look, random)
     except OverBudget as error:
         if not run.replan:
             raise
@@ -77,14 +79,14 @@ def _metered(run: Training, evaluation: Evaluation) -> float:
     return judge()
 
 
-def _in_pieces(run: Training, look: Callable[[], float | None]) -> float | None:
-    """A look at an evaluation's first batches, over the budget once more in smaller pieces, as long as that helps: in
-    evaluation mode examples do not meet, so that only their memory is another. A plan that has its activations on disk
-    leaves less room for a batch than an evaluation takes."""
+def _in_pieces(run: Training, look: Callable[[], float | None], random: Any) -> float | None:
+    """A look at an evaluation's first batches; over the budget once more in smaller pieces, from the same random state,
+    as long as that helps: in evaluation mode examples do not meet, so that only their memory is another. A plan with
+    activations on disk leaves less room for a batch than an evaluation takes."""
     try:
         return look()
     except OverBudget as error:
-        first, random = error, RandomState({}).state()
+        first = error
     for pieces in smaller_pieces(run.lean.task, run.data.read(0, 0)):
         before, run.pieces = run.budget.beside.pop("evaluation"), pieces
         try:

@@ -36,12 +36,11 @@ def saved(task: Task) -> Saved:
 
     def look(batch: Any) -> Saved:
         with ExitStack() as stack:
-            entered = [stack.enter_context(context(task.model)) for context in task.contexts]
+            savers = _entered(task, stack)
             counter = _Counter([*tensors(batch), *task.model.parameters(), *task.model.buffers()])
             stack.enter_context(storing(counter.keep))
             stack.callback(counter.made.clear)
             loss = task.loss_of(task.model, batch)
-            savers = [saver for saver in entered if isinstance(saver, Saver)]
             compressed = tuple(kept for saver in savers for kept in saver.compressed)
             taken = sum(saver.taken for saver in savers)
             found = Saved(counter.bytes(), counter.bytes(compressed=False), taken, compressed)
@@ -60,9 +59,7 @@ def takes_any(task: Task) -> bool:
 
     def look(batch: Any) -> bool:
         with ExitStack() as stack:
-            entered = [stack.enter_context(context(task.model)) for context in task.contexts]
-            savers = [saver for saver in entered if isinstance(saver, Saver)]
-            around = next(iter(Ambient.now().stores[-1:]), AsIs)
+            savers, around = _entered(task, stack), _store_around()
 
             def keep(tensor: Tensor) -> Stored:
                 stored = around(tensor)
@@ -80,6 +77,17 @@ def takes_any(task: Task) -> bool:
         return True
 
 
+def _entered(task: Task, stack: ExitStack) -> list[Saver]:
+    """Enters the contexts of a pass -> those of them that decide by rules."""
+    entered = [stack.enter_context(context(task.model)) for context in task.contexts]
+    return [saver for saver in entered if isinstance(saver, Saver)]
+
+
+def _store_around() -> Any:
+    """The store of whatever is around: a tensor itself, if nothing is."""
+    return next(iter(Ambient.now().stores[-1:]), AsIs)
+
+
 def saved_bytes(task: Task) -> int:
     """The bytes of all storages that operations save in the forward pass of one microbatch."""
     return saved(task).bytes
@@ -90,7 +98,7 @@ class _Counter:
 
     def __init__(self, held: Iterable[Tensor]) -> None:
         self.held = {storage_number(tensor) for tensor in held if tensor.layout == torch.strided}
-        self.around = next(iter(Ambient.now().stores[-1:]), AsIs)
+        self.around = _store_around()
         # While they live, no new storage gets the same number. PyTorch's nodes hold their pack hook, and so this list:
         # with a tensor in it whose graph has not seen a backward pass, all of them would live for ever.
         self.made: list[Stored] = []
