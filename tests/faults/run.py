@@ -10,7 +10,6 @@ import argparse
 import datetime
 import os
 import platform
-import random
 import subprocess
 import sys
 import time
@@ -50,38 +49,28 @@ class Part:
 
 def killed(count: int, seed: int, folder: Path) -> Outcome:
     """Kills over all settings in turn; each run must end with the bytes of one that was not killed."""
-    found: Counter = Counter()
     settings = (*kills.SETTINGS, *kills.EACH)
     with kills.Server(settings) as server:
-        for number, setting in enumerate(settings):
-            share = count // len(settings) + (number < count % len(settings))
-            if share:
-                place = folder / str(number)
-                place.mkdir()
-                found["runs compared"] += kills.check(server, setting, share, place, seed)
-                found["kills"] += share
-    return found, []
+        return _over(settings, count, folder, lambda *how: kills.check(server, *how, seed))
 
 
 def killed_together(count: int, seed: int, folder: Path) -> Outcome:
-    """Two processes of a run with rewiring, one of which is killed; the run that goes on ends with the same bytes."""
+    """The same in two processes, either of which is killed."""
     import test_killed_processes as together
 
-    draw, found, bad, setting = random.Random(seed), Counter(), [], "sparse in FP16"
-    together.session(folder / "whole", setting)
-    whole = kills.remains(folder / "whole")
-    for number in range(count):
-        kinds = {"message": range(400), "bytes": range(1, 60_000), "call": range(60)}
-        kind = draw.choice(sorted(kinds))
-        fault = {kind: draw.choice(kinds[kind])}
-        rank = 0 if "message" not in fault else draw.randrange(2)
-        ends = together.session(folder / str(number), setting, rank=rank, **fault)
-        found["kills"] += any(ends)
-        if any(ends):
-            together.session(folder / str(number), setting)
-        if kills.remains(folder / str(number)) != whole:
-            bad.append(f"after {fault} in process {rank}, the files differ")
-    return found, bad
+    return _over(kills.SETTINGS, count, folder, lambda *how: together.check(*how, seed))
+
+
+def _over(settings: tuple[str, ...], count: int, folder: Path, check: Callable[[str, int, Path], int]) -> Outcome:
+    found: Counter = Counter()
+    for number, setting in enumerate(settings):
+        share = count // len(settings) + (number < count % len(settings))
+        if share:
+            place = folder / str(number)
+            place.mkdir()
+            found["runs compared"] += check(setting, share, place)
+            found["kills"] += share
+    return found, []
 
 
 def damaged(count: int, seed: int, folder: Path) -> Outcome:
@@ -137,7 +126,7 @@ def sanitized(count: int, seed: int, folder: Path) -> Outcome:
 
 PARTS = {
     "kills": Part(1000, "SIGKILL at random moments, bytes and calls of a save, all techniques by 2 optimizers", killed),
-    "kills-together": Part(40, "the same in 2 processes, with rewiring", killed_together),
+    "kills-together": Part(100, "the same of either of 2 processes, 6 kinds of runs", killed_together),
     "save-calls": Part(
         1, "ENOSPC, EIO, EROFS, EINTR and EDQUOT at every system call of a save (the share is of all of them)",
         lambda count, seed, folder: system.save_calls(count, seed, folder),
