@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ..errors import ShoestringError
 from ..structure import mapped
 from ..turns import turn
-from .sparse_tensors import coo
+from .corrections import coo
 
 _CONTAINERS = (list, tuple, dict, OrderedDict)
 _WHOLE = (Tensor, nn.Module, type, ModuleType, FunctionType, MethodType, partial)  # not looked into
@@ -84,6 +84,16 @@ def fake_on(
     with torch._C._DisableTorchDispatch():
         meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
     return fake_of(mode, meta, device)
+
+
+def view_of(func: Any, args: tuple, kwargs: dict) -> FakeTensor:
+    """What an operator that gives a view of its first argument makes of a fake: that of its meta kernel."""
+    fake, *others = args
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=fake.dtype, device="meta")
+        meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+        made = func(meta, *others, **kwargs)
+    return fake_of(fake.fake_mode, made, fake.fake_device)
 
 
 def fake_of(mode: Any, meta: Tensor, device: torch.device) -> FakeTensor:

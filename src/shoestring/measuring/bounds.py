@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ..fakes.sparse_tensors import run
+from ..fakes.corrections import run
 from ..signature import Bound, Signature, output_key
 
 THREAD_BYTES = {

@@ -3,7 +3,7 @@
 PyTorch's fakes remember as well, but find what they know by a key that takes longer to make than all else of a call.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..fakes import fake_of, fake_on
+from ..fakes import corrections, fake_of, fake_on, view_of
 
 WRITES, VIEWS, MAKES = "writes", "views", "makes"
 _ODD = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
@@ -42,17 +42,17 @@ class _Form(NamedTuple):
         return fake_of(given[0].fake_mode if given else active_fake_mode(), meta, self.device)
 
 
-def remembered(key: tuple, given: Sequence[Any], run: Callable[[], Any]) -> Any:
-    """What `run()` gives, an operator's call with the given tensors; it is run where that is not known.
+def remembered(key: tuple, given: Sequence[Any], args: tuple, kwargs: dict) -> Any:
+    """What an operator makes of its arguments, the given tensors among them; it is run where that is not known.
 
     `key` begins with the operator and is another for other arguments, but for devices.
     """
     func = key[0]
     kind = _kind(func)
     if not kind or not (given or func in _FACTORIES) or not all(map(_is_plain, given)):
-        return run()
+        return corrections.run(func, args, kwargs)
     if kind == WRITES:
-        return given[0] if _alike(given) else run()
+        return given[0] if _alike(given) else corrections.run(func, args, kwargs)
     key = (*key, *(tensor.fake_device for tensor in given), torch.get_default_dtype())
     if func is torch.ops.aten.as_strided.default:  # its offset is not from the tensor's
         key = (*key, given[0].storage_offset())
@@ -60,7 +60,7 @@ def remembered(key: tuple, given: Sequence[Any], run: Callable[[], Any]) -> Any:
     if forms is not None:
         made = tuple(form.make(given) for form in forms)
         return made if len(func._schema.returns) > 1 else made[0]
-    out = run()
+    out = view_of(func, args, kwargs) if kind == VIEWS else corrections.run(func, args, kwargs)
     if key not in _forms:
         _forms[key] = _forms_of(out, given, kind)
     return out
