@@ -14,7 +14,7 @@ from shoestring.measuring.counted import is_available, measure_counted
 from shoestring.runs.folder import RunFolder
 from shoestring.techniques import sparsity
 from shoestring.training.budget import FIRST, PACE, Budget
-from shoestring.training.evaluate import Evaluation, mean_loss
+from shoestring.training.evaluate import Evaluation, mean_loss, tell_progress
 from shoestring.training.loop import train
 
 
@@ -170,3 +170,45 @@ def test_a_meter_that_costs_little_sees_a_step_that_no_rule_would_have_measured(
         train(task().with_(loss=loss), Noise(), **how)
     lines = [json.loads(line) for line in (tmp_path / "measures.jsonl").read_text().splitlines()]
     assert len(lines) == 6 and all("bytes" in line for line in lines)
+
+
+def by_epoch(lean, values):
+    """The value of the epoch that a run of Noise's five batches is in."""
+    return values[(lean.stepper.updates - 1) // 5]
+
+
+@pytest.mark.skipif(not is_available(), reason="the core of this checkout does not count, or the system")
+@pytest.mark.parametrize("epochs", [[[1, 1], [4, 1]], [[1, 1, 4]] * 2], ids=["a later one", "its third batch"])
+def test_a_meter_that_costs_little_measures_all_of_every_evaluation(epochs, tmp_path):
+    def trained(name, **more):
+        def measure(model):
+            megabytes = by_epoch(lean, epochs)
+            for number, size in enumerate(megabytes):
+                torch.empty(size * 10**6, dtype=torch.uint8)
+                tell_progress(number + 1, len(megabytes))
+            return 1.0
+
+        lean, how = apply(task(), Plan()), {"budget_bytes": 3_000_000, "meter": measure_counted} | more
+        return train(lean, Noise(), epochs=2, evaluation=Evaluation("one", measure), run=tmp_path / name, **how)
+
+    with pytest.raises(OverBudget, match=r"the evaluation occupies 4\.0"):
+        trained("over")
+    with pytest.warns(UserWarning) as told:
+        assert trained("on", replan=True).measured_beside["evaluation"] > 4_000_000
+    assert sum("the evaluation occupies" in str(warning.message) for warning in told) == 1
+
+
+@pytest.mark.skipif(not is_available(), reason="the core of this checkout does not count, or the system")
+def test_a_meter_that_costs_little_measures_every_save(tmp_path):
+    class Part:
+        def state(self):
+            return {"copy": torch.zeros(by_epoch(lean, [1, 1, 1_000_000]))}
+
+        def restore(self, state):
+            pass
+
+    lean = apply(task(), Plan())
+    how = {"epochs": 3, "budget_bytes": 3_000_000, "meter": measure_counted, "stateful": {"part": Part()}}
+    with pytest.raises(OverBudget, match=r"the save occupies 4\.0"):
+        train(lean, Noise(), run=tmp_path, **how)
+    assert RunFolder(tmp_path).saves.newest().update == 15

@@ -1,7 +1,7 @@
 """A run's budget in bytes: steps run under a meter or a watch, and one that needs more raises OverBudget.
 
-A meter that costs little (`costs_little`: measuring/counted.py) measures every step. Under one that listens to
-torch.profiler a step takes 1.2 to 1.6 times as long, so it is not always on: measured are
+A meter that costs little (`costs_little`: measuring/counted.py) measures every step, evaluation and save. Under one
+that listens to torch.profiler a step takes 1.2 to 1.6 times as long, so it is not always on: measured are
 - the first two updates, each 500th, and each whose batch or lasting tensors have more bytes than any before;
 - of updates that do more than others (rewire, measure codecs), and of those with a batch of a new shape: the first
   FIRST, and then one in PACE updates, which costs under 1%. So a new shape that needs more, though it has no more bytes
@@ -90,16 +90,20 @@ class Budget:
         return losses[0]
 
     def wants(self, what: str) -> bool:
-        """Whether something between steps is to be measured: the first of its kind in this process."""
-        return self.meter is not None and self.limit is not None and what not in self.beside
+        """Whether something between steps is to be measured: the first of its kind in this process; each, if that costs
+        little and none was over the budget, which is told once."""
+        if self.meter is None or self.limit is None:
+            return False
+        return what not in self.beside or (self.always and self.beside[what] <= self.limit)
 
     def around(self, what: str, act: Callable[[], Any], held: Callable[[], Iterable[Tensor]]) -> Any:
-        """Does something between steps -> its result; raises OverBudget if the first of its kind occupied too much."""
+        """Does something between steps -> its result; raises OverBudget if it was measured and occupied too much."""
         if not self.wants(what):
             return act()
         assert self.meter is not None
         results: list[Any] = []
-        self.beside[what] = self.meter(lambda: results.append(act()), held()).peak_bytes
+        peak = self.meter(lambda: results.append(act()), held()).peak_bytes
+        self.beside[what] = max(peak, self.beside.get(what, 0))
         if self.limit is not None and self.beside[what] > self.limit:
             raise OverBudget(
                 f"the {what} occupies {format_bytes(self.beside[what])} (measured), and the budget is "

@@ -60,34 +60,38 @@ def _judged(run: Training, evaluation: Evaluation) -> float:
 
 
 def _metered(run: Training, evaluation: Evaluation) -> float:
-    """The quality; the first time, under the meter for as many batches as show what one needs, and then in full."""
+    """The quality; the first time, under the meter for as many batches as show what one needs, and then in full: under
+    it too, if that costs little."""
     judge = partial(_judged, run, evaluation)
     if run.lean.task.sharded or not run.budget.wants("evaluation"):
         return judge()
     random = RandomState({}).state()
-    quality = None
+    looks: list[Callable[[], float | None]] = [partial(few_batches, judge), judge]
     try:
-        look = partial(run.budget.around, "evaluation", lambda: few_batches(judge), run.lean.held)
-        quality = _in_pieces(run, look, random)
+        for act in looks["evaluation" in run.budget.beside :]:
+            if run.budget.wants("evaluation"):
+                quality = _in_pieces(run, partial(run.budget.around, "evaluation", act, run.lean.held), random)
+                if quality is not None:
+                    return quality
+                RandomState({}).restore(random)
     except OverBudget as error:
         if not run.replan:
             raise
         run.warn(f"{error}; the run goes on")
-    if quality is not None:
-        return quality
-    RandomState({}).restore(random)
+        RandomState({}).restore(random)
     return judge()
 
 
 def _in_pieces(run: Training, look: Callable[[], float | None], random: Any) -> float | None:
-    """A look at an evaluation's first batches; over the budget once more in smaller pieces, from the same random state,
-    as long as that helps: in evaluation mode examples do not meet, so that only their memory is another. A plan with
-    activations on disk leaves less room for a batch than an evaluation takes."""
+    """A look at an evaluation, or at its first batches; over the budget once more in smaller pieces, from the same
+    random state, as long as that helps: in evaluation mode examples do not meet, so that only their memory is another.
+    A plan with activations on disk leaves less room for a batch than an evaluation takes."""
     try:
         return look()
     except OverBudget as error:
-        first = error
-    for pieces in smaller_pieces(run.lean.task, run.data.read(0, 0)):
+        first, present = error, run.pieces
+    task = run.lean.task.with_(split=present or run.lean.task.split)
+    for pieces in smaller_pieces(task, run.data.read(0, 0)):
         before, run.pieces = run.budget.beside.pop("evaluation"), pieces
         try:
             RandomState({}).restore(random)
@@ -95,5 +99,5 @@ def _in_pieces(run: Training, look: Callable[[], float | None], random: Any) -> 
         except OverBudget:
             if run.budget.beside["evaluation"] > 0.99 * before:
                 break  # it is not ours, and takes its batches as it likes
-    run.pieces = None
+    run.pieces = present
     raise first

@@ -59,8 +59,8 @@ def train(
     run is saved, and `resume` continues it; if all its saves are gone, only with `start_over`, from update 0. Pass
     anything that changes in the run and is not part of the task in `stateful` (objects with state() and restore()) or
     `generators`; `settings` are further ones that must not change when the run is resumed. `meter` measures every
-    update if it costs little, else the first two, every one with a larger batch than before, rewirings and new shapes;
-    and the first evaluation, save and averaging (training/budget.py says which); `watch` gives the bytes in use at any
+    update, evaluation and save if it costs little, else the first of each, updates with a larger batch than before,
+    rewirings and new shapes (training/budget.py says which), and the averaging; `watch` gives the bytes in use at any
     moment. A step over `budget_bytes`, measured or predicted, stops the run, and so does a system that has less
     (`OutOfMemory`); with `replan` it continues from the same update with smaller microbatches of the same batch, or
     with what the function given as `replan`
