@@ -1,4 +1,4 @@
-"""Every table of measurements in docs/ names its command and its CPU, or says that one is not known."""
+"""Every table of measurements in docs/ names its command and its CPU."""
 
 import re
 from pathlib import Path
@@ -31,9 +31,8 @@ def test_a_table_of_measurements_names_the_command_that_makes_it(section):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
-def test_a_table_of_measurements_names_its_cpu_or_says_that_it_is_unknown(section):
-    words = " ".join(section.split())
-    assert re.search(r"EPYC|Xeon|Intel|CPU was not recorded|CPU on which it was trained was not recorded", words)
+def test_a_table_of_measurements_names_its_cpu(section):
+    assert re.search(r"EPYC|Xeon|Intel", section)
 
 
 def test_there_are_such_tables():

@@ -3,8 +3,8 @@
 The card is docs/techniques/sparsity.md.
 
 Risk: quality is traded for memory, always. The paper's Table 3 has 93.95 ± 0.18% of WRN-28-2 with 30% nonzeros beside
-94.28 ± 0.17% without, twice the spread over random seeds; a small network in a short run lost 2.6 points at 30%
-(docs/accuracy_sparsity.md).
+94.28 ± 0.17% without, twice the spread over random seeds; ours, in short runs, lost some four points at 10%
+(docs/results/figure3.small.md).
 """
 
 import math
