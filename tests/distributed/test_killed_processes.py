@@ -14,7 +14,7 @@ import torch
 
 from shoestring.distributed import Lost, world
 
-PATIENCE = 60  # seconds after which a process that lost another must have ended
+PATIENCE = 60  # seconds after which a process that lost another must have ended; twenty times that for a whole run
 LOST = 3  # how it ends here
 BEGUN = 20  # messages by which they have compared what they begin with, and there is a run to resume
 
@@ -67,18 +67,24 @@ def session(folder, setting, size=2, **fault):
         if "seconds" in fault:
             time.sleep(fault["seconds"])
             os.kill(children[fault["rank"]], signal.SIGKILL)
-        return [ended(child) for child in children]
+        return ended(children)
 
 
-def ended(child):
-    deadline = time.monotonic() + PATIENCE
-    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            raise AssertionError("a process waits for one that was killed")
+def ended(children):
+    """Waits for processes -> their exit codes. When one has ended, the others must soon."""
+    codes, deadline = {}, time.monotonic() + 20 * PATIENCE
+    while len(codes) < len(children):
+        for child in set(children) - set(codes):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                deadline = min(deadline, time.monotonic() + PATIENCE)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise AssertionError("a process waits for one that has ended")
         time.sleep(0.01)
-    return os.waitstatus_to_exitcode(found[1])
+    return [codes[child] for child in children]
 
 
 def check(setting, wanted, folder, seed):

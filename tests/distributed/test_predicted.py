@@ -40,6 +40,7 @@ SHARDED = {
         Plan(shard="fsdp", precision="fp16", microbatch=2),
     ),
     "BF16 in shards": (lambda: wide(), Plan(shard="fsdp", precision="bf16", optimizer="8bit")),
+    "BF16, recomputed, in shards": (lambda: wide(), Plan(shard="fsdp", precision="bf16", checkpoint="every-2")),
 }
 
 

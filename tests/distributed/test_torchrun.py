@@ -93,7 +93,7 @@ def started(size, act, restart=0):
                 sys.stdout.flush(), sys.stderr.flush()
                 os._exit(code)
             children.append(child)
-        codes = [ended(child) for child in children]
+        codes = ended(children)
         texts = [[(Path(folder) / f"{stream}{rank}").read_text() for stream in ("out", "err")] for rank in range(size)]
     return [(code, *text) for code, text in zip(codes, texts, strict=True)]
 

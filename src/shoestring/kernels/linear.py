@@ -66,7 +66,7 @@ def _forward(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tokens: 
         for r in _blocks(len(weight), rows):
             product = wide_y.shaped(len(block), r.stop - r.start)
             torch.mm(block, wide_w.widen(weight[r]).t(), out=product)
-            y[t, r] = product if bias is None else product.add_(bias[r])
+            y[t, r] = product if bias is None else product.add_(bias[r].float())
 
 
 def _input_gradient(grad_x: Tensor, grad_y: Tensor, weight: Tensor, tokens: int, rows: int) -> None:
@@ -93,7 +93,10 @@ def _operator(schema: str, body: Callable, inputs: Callable[..., int]) -> Any:
     """`body`, whose last arguments are the tokens and rows of a block, as an operator; its fake makes the scratch."""
 
     def fake(*args: Any) -> None:
-        _scratch(args[1], args[-2], args[-1], inputs(*args))
+        sides = _scratch(args[1], args[-2], args[-1], inputs(*args))
+        if body is _forward and args[3] is not None:
+            args[3][: args[-1]].float()
+        del sides
 
     return define(f"{schema}, int tokens, int rows) -> ()", reference=body, fake=fake, compiled=body)
 

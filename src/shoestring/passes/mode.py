@@ -82,8 +82,11 @@ class LeanModeContext:
         mode = LeanMode(model, self.options, self.patterns)
         usual_references()  # here, for it cannot be counted inside a pass
         with Ambient.during(mode=mode):
-            with mode, without_checkpoints():
-                yield
+            try:
+                with mode, without_checkpoints():
+                    yield
+            finally:
+                mode.tape = None  # in a cycle with the mode, its last region would hold what it saved
             mode.placeholders.close()
 
 

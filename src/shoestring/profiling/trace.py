@@ -109,8 +109,9 @@ class Tracer(TorchDispatchMode):
             self.flops_by_width[_width(func, given)] += flops
         if draws(func):
             self.draws += phase != Phase.UPDATE
-            self._draws += 1  # a fake draws nothing, but whoever saves the generator's state must see that it advanced
-            torch.default_generator.manual_seed(self._draws)
+            if _drops(func, args, kwargs):  # a fake draws nothing, but a saved state must be seen to be another
+                self._draws += 1
+                torch.default_generator.manual_seed(self._draws)
         if scratch:
             self.ledger.death(self._birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
         if signature is not None:
@@ -282,6 +283,12 @@ def _engine_adds_in_place(gradient: Tensor) -> bool:
         return False
     tensor: Any = gradient
     return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == (4, 2)
+
+
+def _drops(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Whether a call that may draw random numbers does: attention draws for its dropout alone."""
+    place = next((n for n, one in enumerate(func._schema.arguments) if one.name == "dropout_p"), None)
+    return place is None or bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0))
 
 
 def _width(func: Any, given: list[Tensor]) -> int:
