@@ -14,7 +14,9 @@
 #include <cmath>
 #include <cstring>
 
+typedef uint8_t Bytes __attribute__((vector_size(32)));
 constexpr int GROUP = 256;
+constexpr int SIDES = 4;  // vectors of counters that are drawn for at once
 
 struct Rows {
   int64_t rows, length;
@@ -42,9 +44,13 @@ static inline void draw(Words key, int64_t group, int count, float* u) {
   for (int i = 0; i < LANES; ++i) lane[i] = i;
   const int quarter = (count + 3) / 4;
   const uint64_t first = static_cast<uint64_t>(group) * (GROUP / 4);  // 64 divides it: no carry below
-  uint32_t words[2][GROUP / 4 + LANES];
-  for (int c = 0; c < quarter; c += LANES) {
-    BitVector a[1] = {lane + static_cast<uint32_t>(first + c)}, b[1] = {BitVector{} + static_cast<uint32_t>(first >> 32)};
+  uint32_t words[2][GROUP / 4 + SIDES * LANES];
+  for (int c = 0; c < quarter; c += SIDES * LANES) {
+    BitVector a[SIDES], b[SIDES];
+    for (int i = 0; i < SIDES; ++i) {
+      a[i] = lane + static_cast<uint32_t>(first + c + i * LANES);
+      b[i] = BitVector{} + static_cast<uint32_t>(first >> 32);
+    }
     threefry(key, a, b);
     std::memcpy(words[0] + c, a, sizeof a);
     std::memcpy(words[1] + c, b, sizeof b);
@@ -58,14 +64,20 @@ static inline void draw(Words key, int64_t group, int count, float* u) {
     }
 }
 
+// Reads up to a vector beyond the last of the codes.
 template <int BITS>
 static inline void pack(const uint8_t* codes, int count, uint8_t* out) {
   constexpr int PER_BYTE = 8 / BITS;
   const int bytes = (count + PER_BYTE - 1) / PER_BYTE;
-  for (int j = 0; j < bytes; ++j) {
-    unsigned byte = 0;
-    for (int part = 0; part < PER_BYTE; ++part) byte |= static_cast<unsigned>(codes[j + part * bytes]) << (part * BITS);
-    out[j] = static_cast<uint8_t>(byte);
+  for (int j = 0; j < bytes; j += sizeof(Bytes)) {
+    Bytes all = {};
+    for (int part = 0; part < PER_BYTE; ++part) {
+      Bytes some;
+      std::memcpy(&some, codes + j + part * bytes, sizeof some);
+      all |= some << (part * BITS);
+    }
+    if (bytes - j >= static_cast<int>(sizeof all)) std::memcpy(out + j, &all, sizeof all);
+    else std::memcpy(out + j, &all, bytes - j);
   }
 }
 
@@ -96,14 +108,16 @@ static void quantise_group(const T* x, int count, Words key, int64_t group, uint
   const float step = (high - low) / LEVELS, inverse = step > 0 ? 1 / step : 0;
   float u[GROUP + 2 * LANES];
   draw(key, group, count, u);
-  uint8_t codes[GROUP + 2 * LANES] = {};
+  int32_t wide_codes[GROUP + LANES];
   for (int i = 0; i < count; i += LANES) {
     const Vector place = (load(wide + i) - low) * inverse + load(u + i);  // not below 0: truncation is floor
     IntVector q = __builtin_convertvector(place, IntVector);
     q = q > LEVELS ? IntVector{} + LEVELS : q;
-    for (int lane = 0; lane < LANES; ++lane) codes[i + lane] = static_cast<uint8_t>(q[lane]);
+    std::memcpy(wide_codes + i, &q, sizeof q);
   }
-  std::memset(codes + count, 0, 2 * LANES);
+  uint8_t codes[GROUP + sizeof(Bytes)];
+  for (int i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(wide_codes[i]);  // narrowed many at a time
+  std::memset(codes + count, 0, sizeof(Bytes));
   pack<BITS>(codes, count, out);
 }
 
