@@ -2,6 +2,7 @@
 
 import errno
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,9 @@ from .units import format_bytes
 _WORDS = re.compile(r"can't allocate memory|out of memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SILENT = re.compile(r"could not (create a primitive|create a memory|execute a primitive)\b(?! descriptor)")
 _LITTLE = 32 * 2**20  # bytes; oneDNN and Python's own code give no reason, and what they ask for is smaller
+_spoilt = (
+    threading.local()
+)  # threads in which oneDNN had no memory: seen to make no new operator ever after (torch 2.13)
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]?i?B)?", re.IGNORECASE)
 _FACTORS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -24,8 +28,20 @@ def is_exhaustion(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError) and _WORDS.search(str(error)):
         return True
-    silent = isinstance(error, SystemError) or (isinstance(error, RuntimeError) and _SILENT.search(str(error)))
-    return bool(silent) and _little_is_left()
+    if not is_primitives(error):
+        return isinstance(error, SystemError) and _little_is_left()
+    _spoilt.ever = primitives_fail() or _little_is_left()
+    return _spoilt.ever
+
+
+def is_primitives(error: BaseException) -> bool:
+    """Whether it is oneDNN that could not make or run an operator, for a reason that it does not tell."""
+    return isinstance(error, RuntimeError) and bool(_SILENT.search(str(error)))
+
+
+def primitives_fail() -> bool:
+    """Whether oneDNN has run out of memory in this thread: it makes no new operator there, whatever is free later."""
+    return getattr(_spoilt, "ever", False)
 
 
 def _little_is_left() -> bool:

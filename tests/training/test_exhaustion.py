@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 
 import pytest
@@ -184,11 +185,46 @@ def test_an_evaluation_for_which_there_is_no_memory_is_made_in_smaller_microbatc
     assert record.quality == pytest.approx(task.loss(task.model, task.batch).item(), rel=1e-5)
 
 
-def test_a_primitive_that_could_not_be_made_is_exhaustion_only_where_little_is_left(monkeypatch):
+@pytest.fixture
+def left(monkeypatch):
+    """What is left, in a thread in which oneDNN has met no error: a list whose last reading stays."""
+    readings = [Room(2**20, "a limit"), Room(2**40, "the memory")]
+    monkeypatch.setattr(exhaustion, "_spoilt", threading.local())
+    monkeypatch.setattr(exhaustion, "room", lambda: readings.pop(0) if len(readings) > 1 else readings[0])
+    return readings
+
+
+def test_a_primitive_that_could_not_be_made_is_exhaustion_only_where_little_is_left(left):
     """oneDNN says no more than that, whatever the reason."""
     error = RuntimeError("could not create a primitive")
-    monkeypatch.setattr(exhaustion, "room", lambda: Room(2**20, "a limit"))
-    assert is_exhaustion(error)
     assert not is_exhaustion(RuntimeError("could not create a primitive descriptor for a convolution"))
-    monkeypatch.setattr(exhaustion, "room", lambda: Room(2**40, "the memory"))
+    del left[0]
     assert not is_exhaustion(error)
+    left[:] = [Room(2**20, "a limit")]
+    assert is_exhaustion(error)
+
+
+def test_after_that_the_thread_gets_no_primitive_whatever_is_left(left):
+    error = RuntimeError("could not create a primitive")
+    assert is_exhaustion(error) and left == [Room(2**40, "the memory")]
+    others = []
+    other = threading.Thread(target=lambda: others.append(is_exhaustion(error)))
+    other.start()
+    other.join()
+    assert is_exhaustion(error) and others == [False]
+
+
+def test_a_run_whose_thread_gets_no_primitive_is_replanned_once_and_then_told_to_resume(left):
+    """Operators that are there already still work, so one attempt is worth it."""
+    sizes = []
+
+    def loss(model, batch):
+        if type(batch) is torch.Tensor:  # not in a trace
+            sizes.append(len(batch))
+            raise RuntimeError("could not create a primitive")
+        return model(batch).square().mean()
+
+    task = a_task(loss)
+    with pytest.warns(UserWarning, match="tried again"), pytest.raises(OutOfMemory, match="go on with less by"):
+        train(task, [task.batch], epochs=1, replan=True)
+    assert sizes == [64, 32]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import OutOfMemory, OverBudget
-from ..exhaustion import is_exhaustion, out_of_memory
+from ..exhaustion import is_exhaustion, is_primitives, out_of_memory, primitives_fail
 from ..limits import give_back
 from ..runs.state import OptimizerState
 from .events import Replanned
@@ -18,13 +18,15 @@ LESS = 0.8  # of what a step needs, where the system has not that much
 def attempt(run: Training, doing: str, act: Callable[[], Any]) -> bool:
     """Does something of a run -> whether the system had the memory for it; if not, the run is replanned for less, or
     the error goes on to where it is told."""
-    run.doing = doing
+    run.doing, fail = doing, primitives_fail()
     try:
         act()
         return True
     except Exception as error:
         if not is_exhaustion(error) or not run.replan or run.lean.stepper.is_torn or run.world.size > 1:
             raise
+        if fail and is_primitives(error):
+            raise  # no plan helps, and a new process does
         found = out_of_memory(error, doing, run.safe())
     _replan_exhausted(run, found)  # outside of the except: its traceback holds the step's tensors
     return False
