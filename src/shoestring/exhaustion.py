@@ -13,9 +13,7 @@ from .units import format_bytes
 _WORDS = re.compile(r"can't allocate memory|out of memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SILENT = re.compile(r"could not (create a primitive|create a memory|execute a primitive)\b(?! descriptor)")
 _LITTLE = 32 * 2**20  # bytes; oneDNN and Python's own code give no reason, and what they ask for is smaller
-_spoilt = (
-    threading.local()
-)  # threads in which oneDNN had no memory: seen to make no new operator ever after (torch 2.13)
+_spoilt = threading.local()  # where oneDNN had no memory once: it is seen to make no new operator there (torch 2.13)
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]?i?B)?", re.IGNORECASE)
 _FACTORS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
