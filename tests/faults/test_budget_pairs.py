@@ -12,9 +12,11 @@ from shoestring import Plan
 from shoestring.measuring.heap import is_preloaded, preload_environment
 
 PERCEPTRON = {"kind": "perceptron", "width": 128, "depth": 8, "shape": [128], "size": 8, "adam": False}
+ENCODER = {"kind": "encoder", "width": 64, "depth": 1, "shape": [12], "size": 20, "adam": True}
 RECURRENT = {"kind": "recurrent", "width": 32, "depth": 1, "shape": [12], "size": 8, "adam": False}
 FOUND = {
     "oneDNN's recurrent layer": (RECURRENT, {}),
+    "masks are drawn in the trace of apply": (ENCODER, {"precision": "fp16", "optimizer": "8bit", "microbatch": 5}),
     "positions are drawn": (PERCEPTRON, {"nonzero": 30, "optimizer": "8bit+no-gradient", "microbatch": 4}),
 }  # of 200 pairs drawn at random, those that were over their budgets
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 
 LIMIT = 1 << 16  # elements of a tensor that is computed for real
+DRAWN = 1 << 10  # of one that is drawn: whoever asks reads a few; masks of dropout would be real memory, twice
 _BELOW_ONE = 1 - 2.0**-24
 
 Storages = tuple[torch.UntypedStorage, ...]
@@ -64,7 +65,7 @@ class Values:
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
         outs = list(tensors_among([out]))
         extremes = _extremes(func, args, kwargs)
-        if extremes is not None and len(outs) == 1 and outs[0].numel() <= LIMIT:
+        if extremes is not None and len(outs) == 1 and outs[0].numel() <= DRAWN:
             self._draw(outs[0], extremes)
         elif not self._run(func, args, kwargs, outs, written):
             for key in written:
