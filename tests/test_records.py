@@ -50,6 +50,8 @@ def test_a_file_of_a_gigabyte_is_not_parsed():
     ("budget_bytes", "7MB", "budget_bytes is \"7MB\", not int | None"),
     ("budget_bytes", True, "budget_bytes is true"),
     ("budget_bytes", -1, "budget_bytes is -1, and bytes are counted from 0 on"),
+    ("predicted_time_ratio", float("nan"), "predicted_time_ratio is nan, and a ratio is a finite number from 0 on"),
+    ("predicted_time_ratio", -2, "predicted_time_ratio is -2"),
     ("version", "1", "the plan has version '1', this Shoestring reads 1"),
     ("predicted_bytes", {"model": "much"}, "predicted_bytes is dict, not dict[str, int]"),
     ("reasons", "why", "reasons is \"why\""),

@@ -75,6 +75,8 @@ def checked(cls: type, record: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name} is {_named(record[name])}, not {wanted}")
         if name.endswith("_bytes") and isinstance(record[name], int) and record[name] < 0:
             raise ValueError(f"{name} is {record[name]:,}, and bytes are counted from 0 on")
+        if name.endswith("_ratio") and isinstance(record[name], int | float) and not 0 <= record[name] < math.inf:
+            raise ValueError(f"{name} is {record[name]:g}, and a ratio is a finite number from 0 on")
         found[name] = tuple(record[name]) if get_origin(hints[name]) is tuple else record[name]
     return found
 
