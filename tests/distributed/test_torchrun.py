@@ -183,6 +183,28 @@ def test_a_script_of_a_user_that_is_refused_says_so_in_one_line_of_one_process(p
     assert sys.excepthook is before, "the hook is that of the processes"
 
 
+def failing_alone(rank):
+    """A script in which process 1 raises between two steps, while the other is in one."""
+    torch.manual_seed(0)
+    batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
+    task = Task(nn.Linear(8, 4), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, SGD(lr=0.1))
+    try:
+        lean = apply(task, Plan(microbatch=2))
+        for number in range(3):
+            if rank == number == 1:
+                raise ShoestringError("the disk of this machine is gone")
+            lean.step(batch)
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def test_an_error_of_one_process_alone_is_told_by_the_first_before_any_ends(place):
+    answers = started(2, failing_alone)
+    assert "the disk of this machine is gone (process 1)" in complaint(answers, 1) and answers[0][2]
+
+
 def test_a_script_keeps_its_own_hook_and_tracebacks_of_other_errors(monkeypatch, capsys):
     monkeypatch.setattr(sys, "excepthook", print)
     speak_as_one()

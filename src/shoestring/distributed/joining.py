@@ -25,11 +25,11 @@ def joined() -> World:
     if dist.get_world_size() == 1:
         return ALONE
     speak_as_one()
-    return _group(dist.group.WORLD)
+    return known_group(dist.group.WORLD)
 
 
 @cache
-def _group(group: Any) -> Group:
+def known_group(group: Any) -> Group:
     """One for each group: it counts what it sends."""
     return Group()
 

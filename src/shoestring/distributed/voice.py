@@ -1,17 +1,21 @@
 """One voice of several processes: what stops all of them is one line, of process 0 if it can."""
 
+import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import ShoestringError
-from .world import attempt, default_store, launched_as
+from .world import Lost, attempt, default_store, launched_as, leave_word
 
 TOLD, HEARD = "shoestring/told", "shoestring/heard"
 
@@ -26,9 +30,13 @@ def speak_as_one() -> None:
 
 
 def _told_once(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if not isinstance(error, ShoestringError):
-        return sys.__excepthook__(kind, error, trace)
-    if speaks():
+    ours = isinstance(error, ShoestringError)
+    if not ours:
+        sys.__excepthook__(kind, error, trace)
+    if not isinstance(error, Lost) and dist.is_initialized():
+        with suppress(RuntimeError):  # process 0 held the store, and was killed
+            leave_word(f"1:{error if ours else f'{kind.__name__}: {error}'} (process {dist.get_rank()})")
+    if speaks() and ours:
         print("shoestring:", " ".join(str(error).split()), file=sys.stderr)
 
 
@@ -37,14 +45,16 @@ def speaks(patience: float = 3.0) -> bool:
     launched = launched_as()
     has_group = dist.is_available() and dist.is_initialized()
     rank = dist.get_rank() if has_group else launched.rank if launched is not None else 0
+    others = dist.get_world_size() - 1 if has_group else 0
     try:
         store = default_store() if has_group else _store_of_torchrun()
+        if has_group:
+            _hang_up()
         if store is None:
             return rank == 0
         if rank == 0:
             first = store.add(TOLD, 1) == 1
             if has_group:  # it may hold the store that they look into
-                others = dist.get_world_size() - 1
                 _until(lambda: store.add(HEARD, 0) >= others, patience)
             return first
         _until(lambda: store.check([TOLD]), patience)
@@ -53,6 +63,24 @@ def speaks(patience: float = 3.0) -> bool:
         return first
     except (RuntimeError, ValueError):  # process 0 held the store, and was killed
         return True
+
+
+def _hang_up() -> None:
+    """Lets the others miss this process now, while it waits for them, and not when it is gone: torchrun ends those that
+    are left when the first has ended, and they would have its exit code in place of their own."""
+    with suppress(ValueError):  # not in the main thread
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    from .joining import known_group
+
+    known_group.cache_clear()  # the connections are closed when nobody holds the group
+    closing = Thread(target=_close, daemon=True)  # for it waits for messages on their way
+    closing.start()
+    closing.join(3.0)
+
+
+def _close() -> None:
+    dist.destroy_process_group()
+    gc.collect()
 
 
 def _store_of_torchrun() -> Any:

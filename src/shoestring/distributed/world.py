@@ -104,11 +104,12 @@ class Group(World):
     def add_up(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += flat.nbytes
         with losing():
-            work = dist.all_reduce(flat, async_op=True)
+            works = [dist.all_reduce(flat, async_op=True)]
 
         def wait() -> None:
             with losing():
-                work.wait()
+                while works:
+                    works.pop().wait()  # which holds the connections: voice.py wants to close them
 
         return wait
 
