@@ -38,9 +38,10 @@ CELLS = [
     ("mlp", Plan(microbatch=4, shard="fsdp")),
     ("wrn", Plan(checkpoint="every-3", shard="fsdp")),
     ("mlp", Plan(optimizer="8bit", shard="fsdp")),
-    ("gpt", Plan(optimizer="adafactor", shard="fsdp")),
+    ("wrn", Plan(activations="pool2", shard="fsdp")),
     ("wrn", Plan(precision="fp16", shard="fsdp")),
-    ("vit", Plan(precision="bf16", optimizer="8bit", microbatch=2, shard="fsdp")),
+    ("vit", Plan(precision="bf16", microbatch=2, shard="fsdp")),
+    ("mlp", Plan(optimizer="adafactor", shard="fsdp")),
 ]
 STEPS = 5
 
