@@ -2,9 +2,10 @@
 
 import errno
 import re
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Thread, current_thread
+from weakref import WeakSet
 
 from .errors import OutOfMemory
 from .limits import room
@@ -13,7 +14,7 @@ from .units import format_bytes
 _WORDS = re.compile(r"can't allocate memory|out of memory|bad_alloc|cannot allocate memory", re.IGNORECASE)
 _SILENT = re.compile(r"could not (create a primitive|create a memory|execute a primitive)\b(?! descriptor)")
 _LITTLE = 32 * 2**20  # bytes; oneDNN and Python's own code give no reason, and what they ask for is smaller
-_spoilt = threading.local()  # where oneDNN had no memory once: it is seen to make no new operator there (torch 2.13)
+_spoilt = WeakSet[Thread]()  # where oneDNN had no memory once: it is seen to make no new operator there (torch 2.13)
 _ASKED = re.compile(r"tried to allocate ([0-9.]+) ?(bytes|[KMGT]?i?B)?", re.IGNORECASE)
 _FACTORS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -28,8 +29,9 @@ def is_exhaustion(error: BaseException) -> bool:
         return True
     if not is_primitives(error):
         return isinstance(error, SystemError) and _little_is_left()
-    _spoilt.ever = primitives_fail() or _little_is_left()
-    return _spoilt.ever
+    if _little_is_left():
+        _spoilt.add(current_thread())
+    return primitives_fail()
 
 
 def is_primitives(error: BaseException) -> bool:
@@ -39,7 +41,7 @@ def is_primitives(error: BaseException) -> bool:
 
 def primitives_fail() -> bool:
     """Whether oneDNN has run out of memory in this thread: it makes no new operator there, whatever is free later."""
-    return getattr(_spoilt, "ever", False)
+    return current_thread() in _spoilt
 
 
 def _little_is_left() -> bool:

@@ -5,6 +5,7 @@ import sys
 import textwrap
 import threading
 import warnings
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -189,7 +190,7 @@ def test_an_evaluation_for_which_there_is_no_memory_is_made_in_smaller_microbatc
 def left(monkeypatch):
     """What is left, in a thread in which oneDNN has met no error: a list whose last reading stays."""
     readings = [Room(2**20, "a limit"), Room(2**40, "the memory")]
-    monkeypatch.setattr(exhaustion, "_spoilt", threading.local())
+    monkeypatch.setattr(exhaustion, "_spoilt", WeakSet())
     monkeypatch.setattr(exhaustion, "room", lambda: readings.pop(0) if len(readings) > 1 else readings[0])
     return readings
 
