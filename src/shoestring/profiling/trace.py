@@ -35,6 +35,7 @@ _CATEGORY = {
     Phase.UPDATE: Category.OPTIMIZER,
 }
 _WRAPPERS = ("torch._compile", "torch._dynamo")  # in which torch wraps a dispatch mode
+_signatures: dict[Any, Signature] = {}  # of all traces: most of their calls are the same
 
 
 class Tracer(TorchDispatchMode):
@@ -163,7 +164,9 @@ class Tracer(TorchDispatchMode):
 
     def _signature(self, key: tuple, args: tuple, kwargs: dict) -> Signature:
         if key not in self.calls:
-            self.calls[key] = signature_of(key[0], args, kwargs)
+            if key not in _signatures:
+                _signatures[key] = signature_of(key[0], args, kwargs)
+            self.calls[key] = _signatures[key]
         return self.calls[key]
 
     # -- storages -------------------------------------------------------------------------------------------
