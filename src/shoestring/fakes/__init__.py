@@ -82,7 +82,7 @@ def fake_on(
 ) -> FakeTensor:
     """A fake on the storage of another, at a place (offset, shape, strides), by a tenth of what PyTorch's way costs."""
     with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
+        meta = _meta_on(storage, dtype, *place)
     return fake_of(mode, meta, device)
 
 
@@ -90,10 +90,13 @@ def view_of(func: Any, args: tuple, kwargs: dict) -> FakeTensor:
     """What an operator that gives a view of its first argument makes of a fake: that of its meta kernel."""
     fake, *others = args
     with torch._C._DisableTorchDispatch():
-        meta = torch.empty(0, dtype=fake.dtype, device="meta")
-        meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+        meta = _meta_on(fake.untyped_storage(), fake.dtype, fake.storage_offset(), fake.shape, fake.stride())
         made = func(meta, *others, **kwargs)
     return fake_of(fake.fake_mode, made, fake.fake_device)
+
+
+def _meta_on(storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage, *place)
 
 
 def fake_of(mode: Any, meta: Tensor, device: torch.device) -> FakeTensor:
