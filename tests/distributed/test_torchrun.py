@@ -183,26 +183,58 @@ def test_a_script_of_a_user_that_is_refused_says_so_in_one_line_of_one_process(p
     assert sys.excepthook is before, "the hook is that of the processes"
 
 
-def failing_alone(rank):
-    """A script in which process 1 raises between two steps, while the other is in one."""
+ALONE = """
+import os, sys, torch
+from torch import nn
+from torch.nn import functional as F
+from shoestring import SGD, Plan, ShoestringError, Task, apply
+
+def main(rank, failing):
     torch.manual_seed(0)
     batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
     task = Task(nn.Linear(8, 4), lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, SGD(lr=0.1))
-    try:
-        lean = apply(task, Plan(microbatch=2))
-        for number in range(3):
-            if rank == number == 1:
-                raise ShoestringError("the disk of this machine is gone")
-            lean.step(batch)
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-        return 1
-    return 0
+    lean = apply(task, Plan(microbatch=2))
+    for number in range(3):
+        if rank == failing and number == 1:
+            raise ShoestringError("the disk of this machine is gone")
+        lean.step(batch)
+
+if __name__ == "__main__":
+    main(int(os.environ["RANK"]), int(sys.argv[1]))
+"""
 
 
-def test_an_error_of_one_process_alone_is_told_by_the_first_before_any_ends(place):
-    answers = started(2, failing_alone)
-    assert "the disk of this machine is gone (process 1)" in complaint(answers, 1) and answers[0][2]
+def failing_alone(failing):
+    """A script in which one process raises between two steps, while the others are in one."""
+    script = {"__name__": "script"}
+    exec(ALONE, script)
+
+    def act(rank):
+        try:
+            script["main"](rank, failing)
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            return 1
+        return 0
+
+    return act
+
+
+@pytest.mark.parametrize(("size", "failing"), [(2, 1), (4, 1), (4, 3)])
+def test_an_error_of_one_process_alone_is_told_by_the_first_before_any_ends(place, size, failing):
+    answers = started(size, failing_alone(failing))
+    words = f"the disk of this machine is gone (process {failing})"
+    assert words in complaint(answers, 1) and words in answers[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failing", range(4))
+def test_under_torchrun_an_error_of_one_process_alone_ends_all_four_with_its_code(place, failing):
+    (place / "script.py").write_text(ALONE)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", f"2942{failing}"]
+    told = subprocess.run([*start, "script.py", str(failing)], capture_output=True, timeout=300, text=True).stderr
+    assert [line.split()[2] for line in told.splitlines() if "exitcode  :" in line] == ["1"] * 4
+    assert [line.startswith("shoestring: the disk") for line in told.splitlines()].count(True) == 1
 
 
 def test_a_script_keeps_its_own_hook_and_tracebacks_of_other_errors(monkeypatch, capsys):

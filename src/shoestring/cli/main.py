@@ -65,7 +65,7 @@ def _complain(message: str, code: int) -> int:
     if "RANK" in os.environ:  # one process of torchrun tells for all
         from ..distributed import speaks
 
-        if not speaks():
+        if not speaks(sys.exception()):
             return code
     print("shoestring:", " ".join(message.split()), file=sys.stderr)
     return code
