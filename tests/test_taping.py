@@ -5,6 +5,7 @@ from array import array
 import numpy as np
 import pytest
 import torch
+from processes import rank, run_in
 from torch import nn
 
 import shoestring
@@ -12,9 +13,11 @@ import zoo
 from contract import table
 from shoestring import SGD, Plan, Task, apply
 from shoestring.data import Augment, on_images
+from shoestring.distributed import joined
 from shoestring.kernels.core import core
 from shoestring.taping.tape import NOBODY, Head, Tape
 from shoestring.training.job import CrossEntropy
+from shoestring.training.processes import share_of
 
 PLANS = [
     {"microbatch": 3},
@@ -326,3 +329,28 @@ def test_an_error_of_a_call_is_raised_as_it_is(loop):
     tape = calls((torch.cat, ([None, None],), {"dim": 1}, ((0, 0), (0, 1)), 1, (0, 1, 1, 1, 2)))
     with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
         LOOPS[loop](tape, [torch.ones(2, 3), torch.ones(3, 3), None, None])
+
+
+def taped_in_a_process(plan, changes):
+    task = table.wrn().with_(**changes)
+    task = task.with_(batch=share_of(task, task.batch, rank(), joined().size))
+    plain, _ = trained(task, plan, static=False)
+    taped, stepper = trained(task, plan, static=True)
+    assert_same(plain, taped)
+    return stepper.tapes.length
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "tapes"),
+    [
+        (Plan(microbatch=2), {}, True),
+        (Plan(nonzero=30, precision="fp16", checkpoint="residual-2*", microbatch=2), {}, True),
+        (Plan(microbatch=2), {"sync_batch_norm": True}, False),
+        (Plan(microbatch=2, shard="fsdp"), {}, False),
+        (Plan(), {}, False),
+    ],
+    ids=["microbatches", "sparse", "synchronised", "shards", "one pass"],
+)
+def test_in_several_processes_passes_that_send_nothing_are_taped(plan, changes, tapes):
+    """All but the last, in which gradients are on their way."""
+    assert [length > 20 for length in run_in(2, taped_in_a_process, plan, changes)] == [tapes, tapes]

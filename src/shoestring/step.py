@@ -94,7 +94,7 @@ class Stepper:
         self._updating = False  # also after an error in the middle of it
         self._made: list[tuple[int, int]] = []  # the gradients as the last backward pass left them
         taken = "the optimizer takes gradients while the backward pass makes them" if self.in_backward else ""
-        self.tapes = Tapes(task.model, taken) if task.static_graph and world.size == 1 else None
+        self.tapes = Tapes(task.model, taken) if task.static_graph else None
 
     def step(self, batch: Any) -> Tensor:
         (pieces, counts), total = self._together.counted(lambda: self._cut(batch))
@@ -290,7 +290,7 @@ class Stepper:
 
     def one_pass(self, piece: Any, weight: float, is_last: bool = False) -> Tensor:
         """Runs forward and backward on one microbatch, accumulating gradients -> its weighted loss."""
-        if self.tapes is None:
+        if self.tapes is None or self._together.sends(is_last):
             return self._run_pass(piece, weight, is_last)
         decided = weight, self.scale and self.scale.value
         run = partial(self._run_pass, piece, weight, is_last)

@@ -34,6 +34,10 @@ class Together:
 
     contexts: tuple[Any, ...] = ()  # entered around each forward and backward pass, innermost
 
+    def sends(self, is_last: bool) -> bool:
+        """Whether messages are sent in a step's last pass, or in the others."""
+        return False
+
     def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
         """What each process does before a step, and the items that it finds -> its result, and the items of all."""
         return act()
@@ -93,6 +97,9 @@ class Reduction(Together):
         self._waits: list[Callable[[], None]] = []
         self._share = 0.0
 
+    def sends(self, is_last: bool) -> bool:
+        return is_last or self.in_every_pass or bool(self.contexts)
+
     # -- before the passes --------------------------------------------------------------------------------------
     def counted(self, act: Callable[[], tuple[T, int]]) -> tuple[T, int]:
         try:
@@ -112,7 +119,7 @@ class Reduction(Together):
 
     def check_passes(self, count: int) -> None:
         """Where all processes exchange messages in every pass, all must run as many."""
-        if not self.contexts and not self.in_every_pass:
+        if not self.sends(is_last=False):
             return
         most, least = self.world.max([count, -count])
         if most != -least or not most:

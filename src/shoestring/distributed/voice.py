@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 if dist.is_available():
-    # Its functions hold the group that there is when they are imported, as the default of an argument: so, before one is.
+    # Its functions hold the group that there is when they are imported, as an argument's default: so, before one is.
     import torch.distributed.nn.functional  # noqa: F401
 
 from ..errors import ShoestringError
