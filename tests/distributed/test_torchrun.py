@@ -138,19 +138,24 @@ def test_a_model_in_shards_with_synchronised_batch_norm_is_trained_resumed_and_e
     assert main(["export", "run", "-o", "whole.safetensors"]) == 0 and (place / "whole.safetensors").exists()
 
 
-def test_bad_input_is_one_line_and_one_code(place):
-    small = TRAIN.replace("--batch 6", "--batch 1").replace(" --microbatch 2", "")
-    assert "a batch of 1 examples cannot be shared by 2 processes" in complaint(in_processes(2, small), 2)
-    other = TRAIN.replace("--batch 6", "--batch 4")
-    assert "process 1" in complaint(in_processes(2, TRAIN, other), 2)
-    assert "the weights of process 1" in complaint(in_processes(2, TRAIN.replace(":task", ":own")), 2)
-    words = complaint(in_processes(2, TRAIN.replace(":task", ":failing")), 2)
+SIZES = pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+
+
+@SIZES
+def test_bad_input_is_one_line_and_one_code(place, size):
+    train = TRAIN.replace("--batch 6", f"--batch {3 * size}")
+    small = train.replace(f"--batch {3 * size}", "--batch 1").replace(" --microbatch 2", "")
+    assert f"a batch of 1 examples cannot be shared by {size} processes" in complaint(in_processes(size, small), 2)
+    other = train.replace(f"--batch {3 * size}", f"--batch {2 * size}")
+    assert "process 1" in complaint(in_processes(size, train, other), 2)
+    assert "the weights of process 1" in complaint(in_processes(size, train.replace(":task", ":own")), 2)
+    words = complaint(in_processes(size, train.replace(":task", ":failing")), 2)
     assert "the disk of this machine is gone" in words and "(process 1)" in words
-    assert "takes one process, not 2" in complaint(in_processes(2, "evaluate run"), 2)
-    refused = TRAIN.replace("--microbatch 2", "--nonzero 50,layers=3 --shard fsdp")
-    assert "nonzero cannot be sharded" in complaint(in_processes(2, refused), 2)
-    plans = [TRAIN, TRAIN.replace("--microbatch 2", "--microbatch 1")]
-    assert "of process 1 is not that of process 0" in complaint(in_processes(2, *plans), 2)
+    assert f"takes one process, not {size}" in complaint(in_processes(size, "evaluate run"), 2)
+    refused = train.replace("--microbatch 2", "--nonzero 50,layers=3 --shard fsdp")
+    assert "nonzero cannot be sharded" in complaint(in_processes(size, refused), 2)
+    plans = [train, train.replace("--microbatch 2", "--microbatch 1")]
+    assert "of process 1 is not that of process 0" in complaint(in_processes(size, *plans), 2)
     assert not (place / "run" / "record.json").exists()
 
 
@@ -164,7 +169,7 @@ def script(differs):
         batch = torch.ones(4, 8), torch.zeros(4, dtype=torch.int64)
         task = Task(net, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch, SGD(lr=0.1))
         try:
-            lean = apply(task, Plan(microbatch=1 + rank * (differs == "plan")))
+            lean = apply(task, Plan(microbatch=1 + (rank > 0) * (differs == "plan")))
             lean.step(batch)
         except Exception:
             sys.excepthook(*sys.exc_info())
@@ -174,12 +179,13 @@ def script(differs):
     return act
 
 
+@SIZES
 @pytest.mark.parametrize(
     ("differs", "words"), [("plan", "the plan of process 1"), ("model", "the model of"), ("seed", "the weights of")]
 )
-def test_a_script_of_a_user_that_is_refused_says_so_in_one_line_of_one_process(place, differs, words):
+def test_a_script_of_a_user_that_is_refused_says_so_in_one_line_of_one_process(place, differs, words, size):
     before = sys.excepthook
-    assert words in complaint(started(2, script(differs)), 1)
+    assert words in complaint(started(size, script(differs)), 1)
     assert sys.excepthook is before, "the hook is that of the processes"
 
 
