@@ -16,6 +16,7 @@ void bind_conv(nb::module_&);
 void bind_conv_weight(nb::module_&);
 void bind_dynamic_convolution(nb::module_&);
 void bind_pooling(nb::module_&);
+void bind_pooling_weight(nb::module_&);
 void bind_quantise(nb::module_&);
 void bind_tape(nb::module_&);
 void bind_windows(nb::module_&);
@@ -48,6 +49,7 @@ NB_MODULE(CORE_NAME, m) {
   bind_conv_weight(m);
   bind_dynamic_convolution(m);
   bind_pooling(m);
+  bind_pooling_weight(m);
   bind_quantise(m);
   bind_tape(m);
   bind_windows(m);

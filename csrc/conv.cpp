@@ -1,23 +1,20 @@
 // Dense convolution and its input gradient: one gathering of taps, over axes that differ.
-// Registers hold 6 pixels (12 where there are 32 registers) x 2 vectors of output channels: each step loads 2 vectors of
-// weights and 6 source values for 12 fused multiply-adds. Weights are packed into that order, a block of output channels
-// at a time, and a line of pixels passes over a stretch of them that stays in the first cache, before the next stretch.
+// A tile (tile.h) has pixels x output channels. Weights are packed into its order, a block of output channels at a time,
+// and a line of pixels passes over a stretch of them that stays in the first cache, before the next stretch.
 #include "conv.h"
 
 #include <nanobind/stl/array.h>
 
 #include "core.h"
+#include "tile.h"
 
 using namespace conv;
 
 namespace {
 
-constexpr int PIXELS = LANES == 16 ? 12 : 6, WIDE = 2 * LANES;
-constexpr int64_t LINE = 8 * PIXELS;  // pixels kept before they are written: whole tiles and whole vectors
+constexpr int64_t LINE = 8 * HIGH;  // pixels kept before they are written: whole tiles and whole vectors
 constexpr int64_t STRETCH = 192;      // terms of a sum whose weights stay in the first cache
 static_assert(LINE % LANES == 0, "whole vectors");
-
-struct Run { int64_t offset, length; };  // values that lie together in a band
 
 // One pair of axes: its outputs, and the runs of the band that each of them sums.
 struct Pattern {
@@ -89,37 +86,6 @@ Gathering gathering(const Geometry& g, bool backward, bool planar_source, bool p
   r.kernel_y = g.kernel_y, r.kernel_x = g.kernel_x;
   return r;
 }
-
-// Adds a run's terms to the sums of P pixels and V vectors of output channels. Loops over the sums are unrolled early, so
-// that the compiler keeps no copy of them in memory.
-template <int P, int V>
-void sum_tile(const float* const* pixels, const Run& run, const float* weights, float* out) {
-  Vector sum[P * V];
-  const float* x[P];
-#pragma GCC unroll 16
-  for (int p = 0; p < P; ++p) x[p] = pixels[p] + run.offset;
-#pragma GCC unroll 32
-  for (int i = 0; i < P * V; ++i) sum[i] = load(out + i / V * WIDE + i % V * LANES);
-  for (int64_t k = 0; k < run.length; ++k, weights += V * LANES) {
-    Vector w[V];
-#pragma GCC unroll 2
-    for (int v = 0; v < V; ++v) w[v] = load(weights + v * LANES);
-#pragma GCC unroll 32
-    for (int i = 0; i < P * V; ++i) sum[i] += w[i % V] * x[i / V][k];
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < P * V; ++i) store(out + i / V * WIDE + i % V * LANES, sum[i]);
-}
-
-using Tile = void (*)(const float* const*, const Run&, const float*, float*);
-template <int V, int... P>
-constexpr std::array<Tile, PIXELS> tiles(std::integer_sequence<int, P...>) {
-  return {sum_tile<P + 1, V>...};
-}
-constexpr std::array<Tile, PIXELS> TILES[2] = {tiles<1>(std::make_integer_sequence<int, PIXELS>{}),
-                                               tiles<2>(std::make_integer_sequence<int, PIXELS>{})};
-
-inline int vectors(int64_t channels) { return channels > LANES ? 2 : 1; }
 
 // Where the packed weights of each kernel element begin, in numbers of taps: patterns one after another, each in
 // the order in which it sums. A kernel element serves one pattern at most.
@@ -217,8 +183,8 @@ struct Work {
           pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
         const float* stretch = weights;
         for (const Run& run : p.runs) {
-          for (int64_t i = 0; i < count; i += PIXELS)
-            TILES[V - 1][std::min<int64_t>(PIXELS, count - i) - 1](pixels + i, run, stretch, sums + i * WIDE);
+          for (int64_t i = 0; i < count; i += HIGH)
+            TILES[V - 1][std::min<int64_t>(HIGH, count - i) - 1](pixels + i, run, stretch, sums + i * WIDE);
           stretch += run.length * V * LANES;
         }
         for (int v = 0; v < V; ++v) {

@@ -4,24 +4,24 @@
     pooled_weight_gradient(grad_y, pooled, (H, W), 2, weight.shape, padding=1)
 
 equals expanding the averages to a full map and calling the ordinary kernel, without the full map and with 1 / k^2 of
-the multiply-adds (csrc/pooling.cpp has the identity). Blocks at the lower and right edge may be smaller.
+the multiply-adds (csrc/pooling_weight.cpp has the identity). Blocks at the lower and right edge may be smaller.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ShoestringError
-from .calls import code, forms
+from .calls import Launch, code, dense, forms, planar, require_contiguous
 from .core import core, threads
 from .define import define
 from .references import pooling as reference
 
 SCRATCH_BYTES = 2_000_000  # of block sums, unless one channel of one sample needs more
+BAND_FLOATS = 8192  # of sums of rows per thread, unless one row of blocks needs more: they stay in the first cache
 Pair = Sequence[int]
-Launch = Callable[..., None]
 
 
 def _apart(floats: int) -> int:
@@ -77,86 +77,42 @@ class _Taps(NamedTuple):
         return cls([k * block for block in kinds], [kinds.index(block) for block in blocks])
 
 
-class _Cut:
-    """How a weight gradient is made: as many samples and output channels at a time as the scratch has room for."""
-
-    def __init__(
-        self, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair,
-        dilation: Pair, scratch_bytes: int,
-    ) -> None:  # fmt: skip
-        axes = zip(out.shape[2:], size, (k, k), stride, padding, dilation, strict=True)
-        self.rows, self.columns = (_Taps.of(*axis) for axis in axes)
-        self.taps, self.inputs = len(self.rows.first) * len(self.columns.first), pooled.shape[1]
-        self.high, self.wide = pooled.shape[2:]
-        self.blocks, floats = self.high * self.wide, max(1, scratch_bytes // 4)
-        self.all_samples, self.all_channels = grad.shape[:2]
-        # A row of the gradient, with zeros before and after it where taps reach beyond the outputs.
-        self.lead = max(0, *self.columns.first)
-        self.line = _apart(self.lead + max(grad.shape[3], self.wide * k - min(self.columns.first)))
-        self.channels = max(1, min(self.all_channels, floats // (self.taps * self.blocks)))
-        self.samples = max(1, min(self.all_samples, floats // (self.channels * self.taps * self.blocks)))
-
-    def scratch(self, grad: Tensor) -> tuple[Tensor, ...]:
-        """Block sums, averages of the same samples, their product, a row of the gradient per thread; integers."""
-        columns, rows = self.samples * self.blocks, self.channels * self.taps
-        sizes = (rows * columns, self.inputs * columns, rows * self.inputs, threads() * self.line)
-        floats = (grad.new_empty(size, dtype=torch.float32) for size in sizes)
-        ranges = 2 * (len(self.rows.first) * self.high + len(self.columns.first) * self.wide)
-        return *floats, grad.new_empty(ranges, dtype=torch.int64)
-
-
-def _cuts(most: int, step: int) -> Iterator[tuple[int, int]]:
-    return ((start, min(step, most - start)) for start in range(0, most, step))
-
-
 def _weight_gradient(
-    out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
-    accumulate: bool, scratch_bytes: int,
+    launch: Launch, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair,
+    dilation: Pair, accumulate: bool, scratch_bytes: int,
 ) -> None:  # fmt: skip
-    cut = _Cut(out, grad, pooled, size, k, stride, padding, dilation, scratch_bytes)
-    sums, averages, product, lines, ranges = cut.scratch(grad)
-    for first, count in _cuts(cut.all_channels, cut.channels):
-        total = product[: count * cut.taps * cut.inputs].view(count * cut.taps, cut.inputs).zero_()
-        for start, samples in _cuts(cut.all_samples, cut.samples):
-            columns = samples * cut.blocks
-            sizes = [samples, grad.shape[1], first, count, *grad.shape[2:], *size, k, *stride, cut.lead, cut.line]
-            places = (sums.data_ptr(), lines.data_ptr(), ranges.data_ptr())
-            read = (grad[start].data_ptr(), code(grad), sizes, cut.rows.first, cut.columns.first)
-            core.block_sums(*read, *places, threads())
-            wide = averages[: columns * cut.inputs].view(samples, cut.high, cut.wide, cut.inputs)
-            wide.copy_(pooled[start : start + samples].permute(0, 2, 3, 1))
-            left = sums[: count * cut.taps * columns].view(count * cut.taps, columns)
-            total.addmm_(left, wide.view(columns, cut.inputs))
-        kinds = total.view(count, len(cut.rows.first), len(cut.columns.first), cut.inputs)
-        for u, row in enumerate(cut.rows.kinds):
-            for v, column in enumerate(cut.columns.kinds):
-                tap, target = kinds[:, row, column], out[first : first + count, :, u, v]
-                target.add_(tap) if accumulate else target.copy_(tap)
-
-
-def _compiled(out: Tensor, grad: Tensor, pooled: Tensor, *rest: Any) -> None:
-    wide = any(tensor.dtype == torch.float64 for tensor in (out, grad, pooled))
-    (reference.weight_gradient if wide else _weight_gradient)(out, grad.contiguous(), pooled, *rest)
-
-
-def _fake(
-    out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair, dilation: Pair,
-    accumulate: bool, scratch_bytes: int,
-) -> None:  # fmt: skip
-    settings = (size, k, stride, padding, dilation)
-    if core is None or out.dtype == torch.float64 or grad.device.type != "cpu":
-        reference.weight_gradient(out, grad, pooled, *settings, accumulate, scratch_bytes)
-    else:
-        grad = grad.contiguous()
-        _Cut(out, grad, pooled, *settings, scratch_bytes).scratch(grad)
+    grad, pooled = grad.contiguous(), dense(pooled.to(grad.dtype))
+    axes = zip(out.shape[2:], size, (k, k), stride, padding, dilation, strict=True)
+    rows, columns = (_Taps.of(*axis) for axis in axes)
+    (samples, channels), (inputs, high, wide) = grad.shape[:2], pooled.shape[1:]
+    # A row of the gradient, with zeros before and after it where taps reach beyond the outputs.
+    lead = max(0, *columns.first)
+    line = _apart(lead + max(grad.shape[3], wide * k - min(columns.first)))
+    # Rows of blocks at a time, where each block is read by k x k neighbours: sums of their rows serve all taps.
+    band, own = 0, line
+    if list(stride) == [1, 1] and not (size[0] % k or size[1] % k):
+        row, around = len(columns.first) * k * wide, -(-max(rows.first) // k) + -(min(rows.first) // k)
+        band = max(1, min(high, BAND_FLOATS // row - around))
+        own += row * (band + around)
+    # Output channels of each thread at a time: their block sums of a sample, and their sums over all.
+    tile, taps = 2 * core.lanes, len(rows.first) * len(columns.first)
+    each, whole = taps * (high * wide + -(-inputs // tile) * tile), own + high * wide * tile
+    room = (scratch_bytes // 4 // threads() - whole) // each
+    share = max(1, min(-(-channels // threads()), room))
+    own += _apart(whole + share * each) - (whole + share * each)  # so that no two threads write to one cache line
+    count = min(threads(), -(-channels // share))
+    scratch = grad.new_empty(count * _apart(whole + share * each), dtype=torch.float32)
+    ranges = grad.new_empty(2 * (len(rows.first) * high + len(columns.first) * wide), dtype=torch.int64)
+    sizes = [samples, channels, inputs, *grad.shape[2:], *size, k, *stride, lead, line, band, own]
+    taken = (rows.first, rows.kinds, columns.first, columns.kinds)
+    launch(core.pooled_weight_gradient, grad, code(grad), pooled, planar(pooled), sizes, *taken, out, code(out),
+           accumulate, share, scratch, ranges, count)  # fmt: skip
 
 
 _weight_gradient_op = define(
     "pooled_weight_gradient(Tensor(a!) out, Tensor grad_y, Tensor pooled, int[] size, int k, int[] stride, "
     "int[] padding, int[] dilation, bool accumulate, int scratch_bytes) -> ()",
-    reference=reference.weight_gradient,
-    fake=_fake,
-    compiled=_compiled,
+    **forms(_weight_gradient, reference.weight_gradient),
 )
 
 
@@ -184,6 +140,7 @@ def pooled_weight_gradient(
         )
     accumulate = out is not None
     out = grad_y.new_empty(tuple(weight_shape)) if out is None else out
+    require_contiguous("pooled_weight_gradient", out=out)
     settings = [list(pair) for pair in (stride, padding, dilation)]
     _weight_gradient_op(out, grad_y, pooled, list(size), k, *settings, accumulate, scratch_bytes)
     return out

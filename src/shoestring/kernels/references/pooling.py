@@ -1,4 +1,4 @@
-"""Reference implementation of the pooling kernels (csrc/pooling.cpp), for any device and in any precision."""
+"""Reference implementation of csrc/pooling.cpp and pooling_weight.cpp, for any device and in any precision."""
 
 from collections.abc import Sequence
 

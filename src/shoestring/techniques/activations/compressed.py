@@ -25,7 +25,9 @@ from ...passes.checksums import is_traced
 from ...passes.layers import Convolution
 from ...passes.saved_tensors import Stored, samples_at_a_time
 
-PIECE_BYTES = 1 << 18  # of a tensor, so much is expanded at a time, or one sample
+# Of a tensor, so much is expanded at a time, or one sample; of a large one more: what each call begins with adds up
+# (WRN-28-2, batch 100, int4, Intel Xeon, AVX512, 2 threads: 1.38 s per step with the least, 1.19 with eighths).
+PIECE_BYTES, PIECE_SHARE = 1 << 18, 8
 LEAST_ROW = 64  # a row that is shorter shares its groups with its neighbours
 
 
@@ -100,8 +102,8 @@ class Compressed:
 
 
 def pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """A tensor's shape -> ranges of its samples, PIECE_BYTES or a sample at a time."""
-    count = samples_at_a_time(shape, dtype, PIECE_BYTES)
+    """A tensor's shape -> ranges of its samples, a piece or a sample at a time."""
+    count = samples_at_a_time(shape, dtype, max(PIECE_BYTES, prod(shape) * dtype.itemsize // PIECE_SHARE))
     return ((start, min(start + count, shape[0])) for start in range(0, shape[0], count))
 
 
