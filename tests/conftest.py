@@ -1,10 +1,15 @@
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from shoestring.measuring import rates
+from shoestring.measuring import products, rates
 from shoestring.rates import NOMINAL
+
+# Once for all workers, which inherit it: a product of PyTorch's own would end them.
+if products.VARIABLE not in os.environ and products.products_crash():
+    products.without_amx()
 
 ONE_THREAD = {"contract", "distributed", "faults", "generated", "techniques", "training"}  # folders
 

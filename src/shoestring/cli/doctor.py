@@ -39,7 +39,8 @@ def examine() -> dict[str, Any]:
 
     core = _core()
     trial = _trial() if core["problem"] is None else {"problem": None, "words": "not tried"}
-    problems = [found["problem"] for found in (core, trial) if found["problem"]]
+    products = _products()
+    problems = [found["problem"] for found in (core, trial, products) if found["problem"]]
     return {
         "healthy": not problems,
         "problems": problems,
@@ -51,6 +52,7 @@ def examine() -> dict[str, Any]:
             "onednn": _onednn(torch.__config__.show()),
         },
         "core": core,
+        "products": products,
         "cpu": _cpu(torch),
         "threads": torch.get_num_threads(),
         "meters": {name: {"works": works, "how": how} for name, (works, how) in available().items()},
@@ -72,6 +74,17 @@ def _core() -> dict[str, Any]:
     reason = f"SHOESTRING_CORE={forced} says so" if forced else f"this CPU {found}"
     lanes = None if core.core is None else core.core.lanes
     return {"name": core.name, "lanes": lanes, "reason": reason, "problem": None}
+
+
+def _products() -> dict[str, Any]:
+    """Whether matrix products in BF16 run, which some machines announce and do not."""
+    from ..measuring.products import VARIABLE, WITHOUT_AMX, products_crash
+
+    if not products_crash():
+        return {"words": "run", "problem": None}
+    words = "end the process with an illegal instruction of oneDNN's (AMX)"
+    cure = f"set {VARIABLE}={WITHOUT_AMX} before you start Python"
+    return {"words": words, "problem": f"matrix products of PyTorch in bf16 {words}: {cure}"}
 
 
 def _trial() -> dict[str, Any]:
@@ -177,6 +190,7 @@ def _lines(health: dict[str, Any]) -> list[tuple[str, str, bool]]:
         ("core", f"{core['name'] or 'none'}{_lanes(core['lanes'])}: {core['reason']}", core["problem"] is None),
         ("cpu", ", ".join([cpu["name"], f"{cpu['cores']} cores", *cpu["features"]]), True),
         ("trial", health["trial"]["words"], health["trial"]["problem"] is None),
+        ("bf16 products", health["products"]["words"], health["products"]["problem"] is None),
         ("threads", f"{health['threads']} used by torch, which runs {cpu['torch_uses']}", True),
     ]
     lines += [(f"meter {name}", meter["how"], meter["works"]) for name, meter in health["meters"].items()]
