@@ -8,6 +8,7 @@ import shoestring as package
 from shoestring.cli import doctor
 from shoestring.errors import how_to_install
 from shoestring.kernels import core
+from shoestring.measuring import products
 
 
 def test_a_healthy_machine_is_told_line_by_line(shoestring):
@@ -72,6 +73,15 @@ def test_the_doctor_trains_a_tiny_model_and_says_what_it_needed(shoestring):
     assert found["healthy"] and found["trial"]["predicted_bytes"] == pytest.approx(
         found["trial"]["measured_bytes"], rel=0.01
     )
+
+
+@pytest.mark.parametrize(("act", "runs"), [("pass", True), ("import os; os.kill(os.getpid(), 4)", False)])
+def test_products_in_bf16_that_end_a_process_are_a_problem_with_a_remedy(shoestring, monkeypatch, act, runs):
+    monkeypatch.setattr(products, "announces_amx", lambda: True)
+    monkeypatch.setattr(products, "TRY", act)
+    answer = shoestring("doctor")
+    assert (answer.code == 0) == runs
+    assert ("set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in answer.out) != runs
 
 
 @pytest.mark.parametrize("failure", [RuntimeError("duplicate registrations"), None])
