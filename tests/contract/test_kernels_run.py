@@ -34,6 +34,8 @@ class Counting:
 
     def __getattr__(self, name):
         kernel = getattr(self.compiled, name)
+        if not callable(kernel):  # how many lanes it has
+            return kernel
 
         def counted(*args):
             self.calls[name] += 1

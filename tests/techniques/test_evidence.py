@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoestring import SGD, Adam, Task
+from shoestring.techniques.activations import COMPRESSED, evidence
 from shoestring.techniques.evidence import SHORT, WHERE, Evidence
 from shoestring.techniques.registry import REGISTRY
 from shoestring.techniques.technique import Risk
@@ -66,3 +67,11 @@ def test_a_state_that_was_never_trained_is_not_said_to_be(optimizer, form):
     told = REGISTRY["optimizer"].evidence(task().with_(optimizer=optimizer), form)
     assert told.startswith(f"no run of ours has {type(optimizer).__name__}'s state in {form}")
     assert REGISTRY["optimizer"].evidence(task(), "8bit").startswith("SGD's momentum in 8 bits")
+
+
+@pytest.mark.parametrize("codec", [word for word, offer in COMPRESSED.items() if offer.points is not None])
+def test_the_points_of_a_codec_are_those_of_its_study(codec):
+    rows = json.loads((RESULT.parent / "accuracy-compressed.small.json").read_text())["rows"]
+    trained = {row["label"]: row["quality"]["accuracy"] for row in rows if row["quality"]}
+    assert COMPRESSED[codec].points == pytest.approx(trained[codec] - trained["uncompressed"], abs=0.006)
+    assert f"{COMPRESSED[codec].points:+.1f} points" in evidence(None, codec)
