@@ -1,6 +1,6 @@
 """The dense kernels beside PyTorch's: time and, under the heap meter, the bytes that a call makes beside its result.
 
-    python benchmarks/kernels_dense.py --threads 1 2           # all families; or name some: norm conv linear dynamic
+    python benchmarks/kernels_dense.py --threads 1 2    # all families; or some: norm conv pooled linear dynamic
     heapmeter python benchmarks/kernels_dense.py --scratch
 
 Contenders of a row take turns; a figure is the least of several repeats. On one thread it is CPU time, which other
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 
-from shoestring.kernels import conv, dynamic_convolution, linear, norm
+from shoestring.kernels import conv, dynamic_convolution, linear, norm, pooling
 from shoestring.measuring import heap
 from shoestring.models.dynamicconv import by_head
 from shoestring.models.dynamicconv import dynamic_convolution as band_convolution
@@ -71,6 +71,35 @@ def conv_rows(batches=(100, 10)) -> Iterator[Row]:
                 w = torch.randn(outside, inside, 3, 3)
                 g = torch.randn_like(F.conv2d(x, w, None, stride, 1))
                 yield from conv_three(f"{batch} {inside}-{outside} {size}/{stride} {name}", x, w, g, stride, layout)
+
+
+def pooled_rows() -> Iterator[Row]:
+    """Weight gradients from averages (`pool2`, `pool4`) beside those from whole maps: WRN-28-2, ResNet-18."""
+    for batch, channels, size in (
+        (100, 32, 32),
+        (100, 64, 16),
+        (100, 128, 8),
+        (32, 64, 56),
+        (32, 128, 28),
+        (32, 256, 14),
+    ):
+        x, g, w = (
+            torch.randn(batch, channels, size, size),
+            torch.randn(batch, channels, size, size),
+            (channels, channels, 3, 3),
+        )
+        averages = {k: pooling.pool(x, k) for k in (2, 4)}
+        contenders = {f"torch {name}": whole_weight_gradient(x, g, w, layout) for name, layout in LAYOUTS.items()}
+        for k, pooled in averages.items():
+            settings = (g, pooled, (size, size), k, w, (1, 1), (1, 1))
+            contenders[f"pool{k}"] = lambda settings=settings: pooling.pooled_weight_gradient(*settings)
+        yield f"pooled weight gradient {batch} {channels}-{channels} {size}", contenders
+
+
+def whole_weight_gradient(x, g, shape, layout) -> Callable:
+    x, g, w = (tensor.contiguous(memory_format=layout) for tensor in (x, g, torch.zeros(shape)))
+    settings = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [False, True, False]
+    return lambda: torch.ops.aten.convolution_backward(g, x, w, None, *settings)
 
 
 def conv_three(what, x, w, g, stride, layout) -> Iterator[Row]:
@@ -164,7 +193,7 @@ def dynamic_step(x, kernels):
     d.dynamic_convolution_kernel_gradient(y, x, size, size // 2)
 
 
-FAMILIES = {"norm": norm_rows, "conv": conv_rows, "linear": linear_rows, "dynamic": dynamic_rows}
+FAMILIES = {"norm": norm_rows, "conv": conv_rows, "pooled": pooled_rows, "linear": linear_rows, "dynamic": dynamic_rows}
 
 
 def milliseconds(contenders: dict[str, Callable], repeats: int) -> dict[str, float]:
