@@ -5,7 +5,7 @@
     python benchmarks/lean_steps.py --heap --plan checkpoint=residual-2* microbatch=10
 
 The heap figure is what the process allocates above its state after a warm-up of the same configuration, model building
-included and the batch not: it is in place before. `pytorch` rows are PyTorch alone: channels_last,
+included and the batch not: it is in place before. `pytorch` is what a user does to the model: channels_last,
 torch.utils.checkpoint around each block, or, with --compile, torch.compile. Ratios are to the faster eager layout.
 """
 
@@ -61,9 +61,9 @@ def builtin(model: str, batch: int) -> shoestring.Task:
 
 
 def build(task: shoestring.Task, plan: dict) -> shoestring.training.apply.LeanTask:
-    """A task on the meta device -> the task under the plan, or as a user of PyTorch alone would change it."""
+    """A task on the meta device -> the task under the plan, and as a user of PyTorch would change its model."""
     peer = plan.get("pytorch")
-    lean = shoestring.apply(task, shoestring.Plan() if peer else shoestring.Plan(**plan))
+    lean = shoestring.apply(task, shoestring.Plan(**{word: plan[word] for word in plan if word != "pytorch"}))
     materialise(lean.model)
     if peer == "channels_last":
         lean.model.to(memory_format=torch.channels_last)

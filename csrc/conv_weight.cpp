@@ -1,22 +1,22 @@
 // The weight gradient of a dense convolution: dW[o][i][k] = sum over samples and outputs of dy[o] x[i, at tap k].
-// Registers hold 6 pairs (tap, input channel), 12 where there are 32 registers, x WIDE output channels over the outputs of
-// a band: each output loads WIDE gradients and 6 source values for 12 fused multiply-adds. A block of output channels is summed over the whole
-// batch in FP32 before it is rounded to the storage of the gradient. Threads share the sums out among themselves and
-// fill bands of their own: none waits for another, and the order of a sum does not depend on how many there are.
+// Registers hold pairs (tap, input channel) x WIDE output channels over the outputs of a band (pairs.h). A block of
+// output channels is summed over the whole batch in FP32 before it is rounded to the storage of the gradient. Threads
+// share the sums out among themselves and fill bands of their own: none waits for another, and the order of a sum does
+// not depend on how many there are.
 #include "conv.h"
 
 #include <nanobind/stl/array.h>
 
 #include "core.h"
+#include "pairs.h"
 
 using namespace conv;
 
 namespace {
 
-constexpr int PAIRS = LANES == 16 ? 12 : 6, WIDE = 2 * LANES;
 constexpr int64_t ENOUGH = 256;  // outputs that pay for loading and storing the sums; longer sums lose digits
 
-// A thread's share of the tasks, each PAIRS pairs of WIDE output channels, and the wides that they belong to.
+// A thread's share of the tasks, each HIGH pairs of WIDE output channels, and the wides that they belong to.
 struct Share {
   int64_t begin, end, first, last;
   int64_t wides() const { return last - first; }
@@ -34,7 +34,7 @@ struct Correlation {
   int64_t band_floats() const { return samples * band_rows() * band_width() * sources; }
   int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
 
-  int64_t pieces() const { return (terms + PAIRS - 1) / PAIRS; }
+  int64_t pieces() const { return (terms + HIGH - 1) / HIGH; }
 
   // Part `part` of the tasks of `wides` times WIDE output channels.
   Share share(int64_t wides, int64_t part, int64_t parts) const {
@@ -70,50 +70,13 @@ Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int6
   return c;
 }
 
-// The outputs of a band, and the steps between samples, rows and pixels of the source.
-struct Outputs { int64_t samples, rows, width, sample_step, row_step, step; };
-
-// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE]. Loops over the sums are unrolled
-// early, so that the compiler keeps no copy of them in memory.
-template <int P, int V>
-void sum_pairs(const float* x, const int64_t* offsets, const float* grad, const Outputs& outputs, float* sums) {
-  Vector sum[P * V] = {};
-  const float* pair[P];
-#pragma GCC unroll 16
-  for (int p = 0; p < P; ++p) pair[p] = x + offsets[p];
-  for (int64_t sample = 0; sample < outputs.samples; ++sample)
-    for (int64_t row = 0; row < outputs.rows; ++row) {
-      int64_t at = sample * outputs.sample_step + row * outputs.row_step;
-      for (int64_t i = 0; i < outputs.width; ++i, at += outputs.step, grad += WIDE) {
-        Vector g[V];
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v) g[v] = load(grad + v * LANES);
-#pragma GCC unroll 32
-        for (int s = 0; s < P * V; ++s) sum[s] += g[s % V] * pair[s / V][at];
-      }
-    }
-#pragma GCC unroll 32
-  for (int s = 0; s < P * V; ++s) {
-    float* to = sums + s / V * WIDE + s % V * LANES;
-    store(to, load(to) + sum[s]);
-  }
-}
-
-using Tile = void (*)(const float*, const int64_t*, const float*, const Outputs&, float*);
-template <int V, int... P>
-constexpr std::array<Tile, PAIRS> tiles(std::integer_sequence<int, P...>) {
-  return {sum_pairs<P + 1, V>...};
-}
-constexpr std::array<Tile, PAIRS> TILES[2] = {tiles<1>(std::make_integer_sequence<int, PAIRS>{}),
-                                              tiles<2>(std::make_integer_sequence<int, PAIRS>{})};
-
 template <class T>
 struct Work {
   Correlation c;
   Source<T> source, grad;
   std::vector<int64_t> offsets;
 
-  // Adds the products of some tasks, each PAIRS pairs of WIDE output channels, over all outputs of the bands. The
+  // Adds the products of some tasks, each HIGH pairs of WIDE output channels, over all outputs of the bands. The
   // gradient's bands, [WIDE channels at a time][output][WIDE], hold the share's wides alone.
   void sum_tasks(const Band& band, const Band& grads, int64_t samples, Share share, int64_t channels,
                  float* sums) const {
@@ -121,11 +84,11 @@ struct Work {
     const Outputs outputs{samples, grads.rows, grads.width, band.rows * row, c.y.source_step * row,
                           c.x.source_step * band.stride};
     for (int64_t task = share.begin; task < share.end; ++task) {
-      const int64_t wide = task / pieces, pair = task % pieces * PAIRS;
-      const int few = static_cast<int>(std::min<int64_t>(PAIRS, c.terms - pair));
-      const int vectors = channels - wide * WIDE > LANES ? 2 : 1;
-      TILES[vectors - 1][few - 1](band.data, &offsets[pair], grads.data + (wide - share.first) * c.grad_floats(),
-                                  outputs, sums + (wide * c.terms + pair) * WIDE);
+      const int64_t wide = task / pieces, pair = task % pieces * HIGH;
+      const int few = static_cast<int>(std::min<int64_t>(HIGH, c.terms - pair));
+      PAIRS[vectors(channels - wide * WIDE) - 1][few - 1](
+          band.data, &offsets[pair], grads.data + (wide - share.first) * c.grad_floats(), outputs,
+          sums + (wide * c.terms + pair) * WIDE);
     }
   }
 

@@ -12,6 +12,8 @@ using Address = std::uintptr_t;  // tensor.data_ptr()
 template <class T>
 inline T* at(Address address) { return reinterpret_cast<T*>(address); }
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
+
 // The threads that some work deserves: below about 20 microseconds, waking them costs more than they save.
 inline int team(int threads, int64_t steps) { return steps < 1 << 15 ? 1 : threads; }
 

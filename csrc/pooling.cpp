@@ -1,9 +1,35 @@
 // Averages of k x k pixels.
-#include "pooling.h"
-
 #include <algorithm>
 
 #include "core.h"
+#include "vector.h"
+
+template <class T>
+static void add_row(const T* row, int64_t count, float* sums) {
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) store(sums + i, load(sums + i) + load(row + i));
+  if (i < count) store_part(sums + i, load_part(sums + i, count - i) + load_part(row + i, count - i), count - i);
+}
+
+// The sums of `count` runs of k numbers, one run after another; k known to the compiler makes it vectors.
+template <int K>
+static void sum_runs(const float* p, int64_t count, float* sums) {
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (int t = 0; t < K; ++t) sum += p[i * K + t];
+    sums[i] = sum;
+  }
+}
+static void sum_runs(const float* p, int64_t k, int64_t count, float* sums) {
+  if (k == 2) return sum_runs<2>(p, count, sums);
+  if (k == 4) return sum_runs<4>(p, count, sums);
+  if (k == 8) return sum_runs<8>(p, count, sums);
+  for (int64_t i = 0; i < count; ++i) {
+    float sum = 0;
+    for (int64_t t = 0; t < k; ++t) sum += p[i * k + t];
+    sums[i] = sum;
+  }
+}
 
 struct Plane {  // a map in memory: [height, width, inner]; inner is 1, or the channels of a channels_last map
   int64_t height, width, inner;

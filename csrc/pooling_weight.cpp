@@ -1,23 +1,25 @@
 // The weight gradient of a convolution whose input x is known only as its k x k block averages p: with
 // x[y, x] = p[y / k, x / k], the sum over pixels becomes one over blocks,
 //
-//   dW[o, c, u, v] = sum over n, a, b of G[o, u, v][n, a, b] p[n, c, a, b]
-//   G[o, u, v][n, a, b] = sum of grad[n, o, i, j] over the output pixels whose tap (u, v) reads block (a, b)
+//   dW[o, c, u, v] = sum over n, a, b of p[n, a, b, c] G[u, v][n, a, b, o]
+//   G[u, v][n, a, b, o] = sum of grad[n, o, i, j] over the output pixels whose tap (u, v) reads block (a, b)
 //
-// which is a matrix product with 1 / k^2 of the multiply-adds. A thread has output channels of its own and goes through
-// the batch a sample at a time: G of that sample stays in its cache, none waits for another, and the order of a sum does
-// not depend on how many there are.
+// which is a matrix product with 1 / k^2 of the multiply-adds. The gradient and the averages come as bands (conv.h),
+// pixels outside and channels inside whatever their layout: sums over blocks are whole vectors of output channels, and
+// the average of an input channel is the value that a tile multiplies them with (pairs.h). A thread has output channels
+// of its own, and G of some rows of blocks for the taps of one row of the kernel, which stays in its cache: none waits
+// for another, and the order of a sum does not depend on how many there are.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <numeric>
 #include <vector>
 
 #include "conv.h"
 #include "core.h"
-#include "pooling.h"
-#include "tile.h"
+#include "pairs.h"
 
 namespace {
 
@@ -26,164 +28,131 @@ struct Taps {  // of a convolution along one axis: the pixels that output 0 read
   const int64_t* first;
 };
 
-// The outputs whose tap reads a pixel of [from, to).
-inline void outputs(const Taps& taps, int64_t tap, int64_t from, int64_t to, int64_t most, int64_t* range) {
-  range[0] = std::min(most, std::max<int64_t>(0, ceil_div(from - taps.first[tap], taps.stride)));
-  range[1] = std::max(range[0], std::min(most, ceil_div(to - taps.first[tap], taps.stride)));
+// The outputs [begin, end) that read each block, [taps][blocks].
+struct Range { int64_t begin, end; };
+void find_readers(const Taps& taps, int64_t size, int64_t k, int64_t most, Range* ranges) {
+  for (int64_t tap = 0; tap < taps.count; ++tap)
+    for (int64_t from = 0; from < size; from += k) {
+      const auto output = [&](int64_t pixel) { return ceil_div(pixel - taps.first[tap], taps.stride); };
+      const int64_t begin = std::clamp<int64_t>(output(from), 0, most);
+      *ranges++ = {begin, std::clamp<int64_t>(output(std::min(size, from + k)), begin, most)};
+    }
 }
 
+// The sizes, in the order in which kernels/pooling.py passes them.
 struct Sizes {
   int64_t samples, channels, inputs;  // of the gradient, and of the averages
-  int64_t out_height, out_width, height, width, k;
-  Taps rows, columns;
-  int64_t lead, line;  // a row of the gradient with the zeros before and after it that some tap reads; its floats
-  int64_t band, own;   // rows of blocks at a time, where k x k neighbours read a block for every tap, else 0; floats
+  int64_t out_height, out_width, height, width, k, stride_y, stride_x;
+  int64_t share, band, most;  // output channels and rows of blocks at a time, and the most rows that read these
 };
-
-// The outputs that read each block, [taps][blocks][2], for the rows and then for the columns.
-void all_outputs(const Taps& taps, int64_t size, int64_t k, int64_t most, int64_t* ranges) {
-  const int64_t blocks = ceil_div(size, k);
-  for (int64_t tap = 0; tap < taps.count; ++tap)
-    for (int64_t b = 0; b < blocks; ++b)
-      outputs(taps, tap, b * k, std::min(size, (b + 1) * k), most, ranges + 2 * (tap * blocks + b));
-}
-
-// One channel of one sample: sums[u][v][a][b].
-template <class T>
-void sum_blocks(const T* grad, const Sizes& s, const int64_t* rows, const int64_t* columns, float* line, float* sums) {
-  const int64_t high = ceil_div(s.height, s.k), wide = ceil_div(s.width, s.k);
-  float* row_sums = line + s.lead;
-  for (int64_t u = 0; u < s.rows.count; ++u) {
-    for (int64_t a = 0; a < high; ++a) {
-      const int64_t* i = rows + 2 * (u * high + a);
-      std::fill(line, line + s.line, 0.0f);
-      for (int64_t row = i[0]; row < i[1]; ++row) add_row(grad + row * s.out_width, s.out_width, row_sums);
-      for (int64_t v = 0; v < s.columns.count; ++v) {
-        float* out = sums + ((u * s.columns.count + v) * high + a) * wide;
-        const int64_t* j = columns + 2 * v * wide;
-        for (int64_t b = 0; b < wide; ++b, j += 2) {
-          float sum = 0;
-          for (int64_t column = j[0]; column < j[1]; ++column) sum += row_sums[column];
-          out[b] = sum;
-        }
-      }
-    }
-  }
-}
-
-template <class T>
-void widen_row(const T* row, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    const int lanes = static_cast<int>(std::min<int64_t>(LANES, count - i));
-    store_part(to + i, load_part(row + i, lanes), lanes);
-  }
-}
-
-void add_both(const float* p, const float* q, int64_t count, float* sums) {
-  for (int64_t i = 0; i < count; i += LANES) {
-    const int lanes = static_cast<int>(std::min<int64_t>(LANES, count - i));
-    store_part(sums + i, load_part(p + i, lanes) + load_part(q + i, lanes), lanes);
-  }
-}
-
-// The same where each block is read by k x k neighbours: the sums of k neighbours in a row serve all taps u. Rows of the
-// gradient are kept by their number modulo k, [v][row % k][row / k][b], so that the rows t of all blocks lie together:
-// a tap sums k of these planes, each by whole vectors whatever the width.
-template <class T>
-void sum_blocks_by_rows(const T* grad, const Sizes& s, float* own, float* sums) {
-  const int64_t k = s.k, high = s.height / k, wide = s.width / k, V = s.columns.count;
-  const auto [least, most] = std::minmax_element(s.rows.first, s.rows.first + s.rows.count);
-  const int64_t before = ceil_div(*most, k), after = ceil_div(-*least, k);  // rows of blocks around a band
-  float *line = own, *kept = own + s.line;
-  std::fill(line, line + s.line, 0.0f);
-  for (int64_t first = 0; first < high; first += s.band) {
-    const int64_t blocks = std::min(s.band, high - first), count = blocks + before + after, plane = count * wide;
-    for (int64_t i = 0; i < count * k; ++i) {
-      const int64_t row = (first - before) * k + i;
-      float* to = kept + (i % k) * plane + i / k * wide;
-      const bool inside = row >= 0 && row < s.out_height;
-      if (inside) widen_row(grad + row * s.out_width, s.out_width, line + s.lead);
-      for (int64_t v = 0; v < V; ++v, to += k * plane) {
-        if (inside) sum_runs(line + s.lead - s.columns.first[v], k, wide, to);
-        else std::fill(to, to + wide, 0.0f);
-      }
-    }
-    for (int64_t u = 0; u < s.rows.count; ++u)
-      for (int64_t v = 0; v < V; ++v) {
-        float* out = sums + ((u * V + v) * high + first) * wide;
-        const auto rows = [&](int64_t t) {
-          const int64_t i = before * k - s.rows.first[u] + t;
-          return kept + (v * k + i % k) * plane + i / k * wide;
-        };
-        if (k == 1) widen_row(rows(0), blocks * wide, out);
-        else add_both(rows(0), rows(1), blocks * wide, out);
-        for (int64_t t = 2; t < k; ++t) add_row(rows(t), blocks * wide, out);
-      }
-  }
-}
-
-// Which of the kinds of reading each tap of the kernel has.
-struct Kinds { std::vector<int64_t> rows, columns; };
 
 template <class T>
 struct Work {
   Sizes s;
-  const T* grad;
-  conv::Source<T> averages;
-  const int64_t *rows, *columns;  // the outputs that read each block, by `all_outputs`
+  conv::Source<T> grad, averages;
+  int64_t U, V;                 // rows and columns of the kernel
+  const Range *rows, *columns;  // the outputs that read each block
 
-  int64_t taps() const { return s.rows.count * s.columns.count; }
-  int64_t blocks() const { return averages.map.height * averages.map.width; }
-  int64_t width() const { return (s.inputs + WIDE - 1) / WIDE * WIDE; }  // of a row of sums
+  int64_t blocks() const { return s.band * averages.map.width; }
+  int64_t wides() const { return ceil_div(s.share, WIDE); }
 
-  // The sums [channel taps][width] of output channels [first, last), over the whole batch.
-  void sum_channels(int64_t first, int64_t last, float* own, float* sums) const {
-    const int64_t high = (last - first) * taps();
-    float *packed = own + s.own, *G = packed + blocks() * WIDE;
-    std::fill(sums, sums + high * width(), 0.0f);
-    std::fill(packed, G, 0.0f);  // lanes without a channel
-    for (int64_t n = 0; n < s.samples; ++n) {
-      for (int64_t o = first; o < last; ++o) {
-        const T* from = grad + (n * s.channels + o) * s.out_height * s.out_width;
-        float* to = G + (o - first) * taps() * blocks();
-        if (s.band) sum_blocks_by_rows(from, s, own, to);
-        else sum_blocks(from, s, rows, columns, own, to);
-      }
-      for (int64_t c = 0; c < s.inputs; c += WIDE) {
-        const int64_t channels = std::min<int64_t>(WIDE, s.inputs - c), V = vectors(channels);
-        const conv::Map& map = averages.map;
-        fill_band(averages, n, conv::Band{packed, 0, map.height, 0, map.width, c, channels, V * LANES});
-        for (int64_t r = 0; r < high; r += HIGH)
-          multiply(G + r * blocks(), std::min<int64_t>(HIGH, high - r), V, packed, sums + r * width() + c);
-      }
-    }
-  }
+  // The floats of a thread: gradients [wide][row][output][WIDE], a line of their sums [wide][output][WIDE], averages
+  // [block][input], G [v][wide][block][WIDE], and sums [tap][wide][input][WIDE].
+  int64_t grads() const { return wides() * s.most * s.out_width * WIDE; }
+  int64_t line() const { return wides() * s.out_width * WIDE; }
+  int64_t packed() const { return blocks() * s.inputs; }
+  int64_t G() const { return V * wides() * blocks() * WIDE; }
+  int64_t sums() const { return U * V * wides() * s.inputs * WIDE; }
 
-  // Adds the products of some rows of G with the averages of one sample.
-  void multiply(const float* G, int64_t count, int64_t V, const float* packed, float* sums) const {
-    alignas(64) float products[HIGH * WIDE] = {};  // of one sample first: long sums lose digits
-    const float* from[HIGH];
-    for (int64_t i = 0; i < count; ++i) from[i] = G + i * blocks();
-    TILES[V - 1][count - 1](from, {0, blocks()}, packed, products);
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t v = 0; v < V; ++v) {
-        float* to = sums + i * width() + v * LANES;
-        store(to, load(to) + load(products + i * WIDE + v * LANES));
-      }
-  }
-
-  // Writes (or adds) the sums of output channels [first, last) to their weights [channel][input][u][v].
-  template <class W>
-  void finish(int64_t first, int64_t last, const float* sums, const Kinds& kinds, bool accumulate, W* out) const {
-    for (int64_t o = first; o < last; ++o, sums += taps() * width()) {
-      W* to = out + o * s.inputs * kinds.rows.size() * kinds.columns.size();
-      for (int64_t c = 0; c < s.inputs; ++c)
-        for (const int64_t row : kinds.rows)
-          for (const int64_t column : kinds.columns) {
-            const float sum = sums[(row * s.columns.count + column) * width() + c];
-            put(to++, accumulate, sum);
+  // The sums of output channels [first, first + channels), over the whole batch.
+  void sum_channels(int64_t first, int64_t channels, float* own) const {
+    const int64_t high = averages.map.height, wide = averages.map.width;
+    float *line_ = own + grads(), *packed_ = line_ + line(), *G_ = packed_ + packed(), *sums_ = G_ + G();
+    std::fill(own, line_, 0.0f);  // lanes without a channel
+    std::fill(sums_, sums_ + sums(), 0.0f);
+    for (int64_t n = 0; n < s.samples; ++n)
+      for (int64_t a = 0; a < high; a += s.band) {
+        const int64_t count = std::min(s.band, high - a);
+        const Range read = readers(a, count);
+        for (int64_t c = 0; c < channels; c += WIDE)
+          fill_band(grad, n, conv::Band{own + c * s.most * s.out_width, read.begin, read.end - read.begin, 0,
+                                        s.out_width, first + c, std::min<int64_t>(WIDE, channels - c), WIDE});
+        fill_band(averages, n, conv::Band{packed_, a, count, 0, wide, 0, s.inputs, s.inputs});
+        for (int64_t u = 0; u < U; ++u) {
+          for (int64_t i = 0; i < count; ++i) {
+            const Range of = rows[u * high + a + i];
+            sum_rows(own, {of.begin - read.begin, of.end - read.begin}, channels, line_);
+            sum_columns(line_, channels, G_ + i * wide * WIDE);
           }
-    }
+          multiply(packed_, G_, channels, count * wide, sums_ + u * V * wides() * s.inputs * WIDE);
+        }
+      }
+  }
+
+  // The outputs that read `count` rows of blocks for any tap.
+  Range readers(int64_t a, int64_t count) const {
+    Range all{s.out_height, 0};
+    for (int64_t u = 0; u < U; ++u)
+      for (int64_t i = a; i < a + count; ++i) {
+        const Range of = rows[u * averages.map.height + i];
+        if (of.begin < of.end) all = {std::min(all.begin, of.begin), std::max(all.end, of.end)};
+      }
+    return all.begin < all.end ? all : Range{0, 0};
+  }
+
+  // The sum of some rows of the gradient.
+  void sum_rows(const float* grads, Range range, int64_t channels, float* line) const {
+    const int64_t row = s.out_width * WIDE;
+    for (int64_t c = 0; c < channels; c += WIDE, grads += s.most * row)
+      for (int64_t j = 0; j < s.out_width; ++j, line += WIDE)
+        for (int64_t lane = 0; lane < WIDE; lane += LANES) {
+          Vector sum = {};
+          for (int64_t i = range.begin; i < range.end; ++i) sum += load(grads + i * row + j * WIDE + lane);
+          store(line + lane, sum);
+        }
+  }
+
+  // The sums of neighbours in such a line, for each tap of the columns.
+  void sum_columns(const float* line, int64_t channels, float* G) const {
+    const int64_t wide = averages.map.width;
+    for (int64_t v = 0; v < V; ++v, G += wides() * blocks() * WIDE)
+      for (int64_t c = 0; c < channels; c += LANES) {
+        const float* from = line + c / WIDE * s.out_width * WIDE + c % WIDE;
+        float* to = G + c / WIDE * blocks() * WIDE + c % WIDE;
+        for (int64_t b = 0; b < wide; ++b) {
+          const Range of = columns[v * wide + b];
+          Vector sum = {};
+          for (int64_t j = of.begin; j < of.end; ++j) sum += load(from + j * WIDE);
+          store(to + b * WIDE, sum);
+        }
+      }
+  }
+
+  // Adds the products of `count` blocks for the taps of one row of the kernel.
+  void multiply(const float* packed, const float* G, int64_t channels, int64_t count, float* sums) const {
+    std::array<int64_t, HIGH> inputs;
+    std::iota(inputs.begin(), inputs.end(), 0);
+    const Outputs outputs{1, 1, count, 0, 0, s.inputs};
+    for (int64_t v = 0; v < V; ++v)
+      for (int64_t wide = 0; wide < wides(); ++wide, G += blocks() * WIDE)
+        for (int64_t c = 0; c < s.inputs; c += HIGH) {
+          const int64_t few = std::min<int64_t>(HIGH, s.inputs - c), of = channels - wide * WIDE;
+          if (of > 0) PAIRS[vectors(of) - 1][few - 1](packed + c, inputs.data(), G, outputs, sums);
+          sums += few * WIDE;
+        }
+  }
+
+  // Writes (or adds) the sums of such channels to their weights [channel][input][u][v]; `rows_kinds` and `columns_kinds`
+  // have the kind of reading of each tap.
+  template <class W>
+  void finish(int64_t first, int64_t channels, const float* sums, const std::vector<int64_t>& rows_kinds,
+              const std::vector<int64_t>& columns_kinds, bool accumulate, W* out) const {
+    W* to = out + first * s.inputs * rows_kinds.size() * columns_kinds.size();
+    for (int64_t o = 0; o < channels; ++o)
+      for (int64_t c = 0; c < s.inputs; ++c)
+        for (const int64_t row : rows_kinds)
+          for (const int64_t column : columns_kinds)
+            put(to++, accumulate, sums[(((row * V + column) * wides() + o / WIDE) * s.inputs + c) * WIDE + o % WIDE]);
   }
   template <class W>
   static void put(W* to, bool accumulate, float sum) {
@@ -195,34 +164,35 @@ struct Work {
 };
 }  // namespace
 
-// `share`: output channels per thread at a time; `scratch`: for each thread `own` floats, a block of packed averages, G
-// and sums; `ranges`: two integers for each block of each tap of the rows, and of the columns.
-static void pooled_weight_gradient(Address grad, int code, Address averages, bool planar,
-                                   const std::array<int64_t, 14>& sizes, const std::vector<int64_t>& rows_first,
+// `each`: floats of scratch for a thread, with room between them; `ranges`: two integers for each block of each tap of
+// the rows, and of the columns.
+static void pooled_weight_gradient(Address grad, int code, bool planar_grad, Address averages, bool planar,
+                                   const std::array<int64_t, 13>& sizes, const std::vector<int64_t>& rows_first,
                                    const std::vector<int64_t>& rows_kinds, const std::vector<int64_t>& columns_first,
                                    const std::vector<int64_t>& columns_kinds, Address out, int out_code,
-                                   bool accumulate, int64_t share, Address scratch, Address ranges, int threads) {
+                                   bool accumulate, Address scratch, int64_t each, Address ranges, int threads) {
   const auto& z = sizes;
-  const Sizes s{z[0], z[1], z[2], z[3], z[4], z[5], z[6], z[7],
-                {static_cast<int64_t>(rows_first.size()), z[8], rows_first.data()},
-                {static_cast<int64_t>(columns_first.size()), z[9], columns_first.data()}, z[10], z[11], z[12], z[13]};
+  const Sizes s{z[0], z[1], z[2], z[3], z[4], z[5], z[6], z[7], z[8], z[9], z[10], z[11], z[12]};
+  const Taps y{static_cast<int64_t>(rows_first.size()), s.stride_y, rows_first.data()};
+  const Taps x{static_cast<int64_t>(columns_first.size()), s.stride_x, columns_first.data()};
+  const conv::Map from{s.samples, s.channels, s.out_height, s.out_width, planar_grad};
   const conv::Map map{s.samples, s.inputs, ceil_div(s.height, s.k), ceil_div(s.width, s.k), planar};
-  int64_t *rows = at<int64_t>(ranges), *columns = rows + 2 * s.rows.count * map.height;
-  all_outputs(s.rows, s.height, s.k, s.out_height, rows);
-  all_outputs(s.columns, s.width, s.k, s.out_width, columns);
-  const Kinds kinds{rows_kinds, columns_kinds};
+  Range *rows = at<Range>(ranges), *columns = rows + y.count * map.height;
+  find_readers(y, s.height, s.k, s.out_height, rows);
+  find_readers(x, s.width, s.k, s.out_width, columns);
   with_storage(code, [&](auto kind) {
     using T = decltype(kind);
-    const Work<T> work{s, at<T>(grad), {map, at<T>(averages), nullptr, nullptr, false}, rows, columns};
-    const int64_t G = share * work.taps() * work.blocks(), sums = share * work.taps() * work.width();
-    const int64_t each = s.own + work.blocks() * WIDE + G + sums, parts = ceil_div(s.channels, share);
+    const Work<T> work{s, {from, at<T>(grad), nullptr, nullptr, false}, {map, at<T>(averages), nullptr, nullptr, false},
+                       y.count, x.count, rows, columns};
+    const int64_t parts = ceil_div(s.channels, s.share);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t part = 0; part < parts; ++part) {
-      float *own = at<float>(scratch) + omp_get_thread_num() * each, *summed = own + each - sums;
-      const int64_t first = part * share, last = std::min(first + share, s.channels);
-      work.sum_channels(first, last, own, summed);
+      float* own = at<float>(scratch) + omp_get_thread_num() * each;
+      const float* sums = own + work.grads() + work.line() + work.packed() + work.G();
+      const int64_t first = part * s.share, channels = std::min(s.share, s.channels - first);
+      work.sum_channels(first, channels, own);
       with_storage(out_code, [&](auto out_kind) {
-        work.finish(first, last, summed, kinds, accumulate, at<decltype(out_kind)>(out));
+        work.finish(first, channels, sums, rows_kinds, columns_kinds, accumulate, at<decltype(out_kind)>(out));
       });
     }
   });

@@ -10,6 +10,8 @@ from shoestring.errors import ShoestringError
 from shoestring.kernels.pooling import expand, pool, pooled_weight_gradient
 from shoestring.kernels.references import pooling as reference
 
+LAYOUTS = (torch.contiguous_format, torch.channels_last)
+
 
 def draw(number):
     """A random convolution -> x's shape, the weight's, and the keywords of conv2d."""
@@ -91,6 +93,41 @@ def test_samples_with_gaps_between_them_and_single_pixels_are_averaged_too():
     torch.testing.assert_close(pool(grid, 2), F.avg_pool2d(grid.contiguous(), 2))
     whole = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
     torch.testing.assert_close(pool(whole, 4), whole.mean((2, 3), keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("layouts", [(a, b) for a in LAYOUTS for b in LAYOUTS], ids=lambda pair: f"{pair}"[:60])
+@pytest.mark.parametrize("shape", [(3, 70, 40, 33, 9), (2, 16, 48, 7, 40), (1, 5, 100, 64, 12)], ids=str)
+@pytest.mark.parametrize("k, stride", [(2, 1), (3, 2), (4, 1)])
+def test_many_channels_long_rows_and_both_layouts_of_gradient_and_averages(k, stride, shape, layouts, dtype):
+    samples, inputs, outputs, height, width = shape
+    torch.manual_seed(k)
+    pooled = pool(torch.randn(samples, inputs, height, width).to(dtype), k).contiguous(memory_format=layouts[1])
+    weight, settings = (outputs, inputs, 3, 3), {"padding": (1, 1), "stride": (stride, stride)}
+    size = [(n - 1) // stride + 1 for n in (height, width)]
+    grad = torch.randn(samples, outputs, *size).to(dtype).contiguous(memory_format=layouts[0])
+    got = pooled_weight_gradient(grad, pooled, (height, width), k, weight, **settings, out=torch.zeros(weight))
+    right = wanted(pooled.double(), (height, width), k, weight, grad.double(), settings)
+    torch.testing.assert_close(got.double(), right, rtol=1e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("form", LAYOUTS, ids=str)
+def test_more_threads_and_less_scratch_give_the_same_bits(form):
+    torch.manual_seed(0)
+    pooled, grad = torch.randn(5, 24, 8, 8), torch.randn(5, 50, 16, 16).contiguous(memory_format=form)
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for scratch in (64, 2_000_000):
+                found.append(
+                    pooled_weight_gradient(
+                        grad, pooled, (16, 16), 2, (50, 24, 3, 3), padding=(1, 1), scratch_bytes=scratch
+                    )
+                )
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_a_gradient_is_added_to_the_one_that_is_there():

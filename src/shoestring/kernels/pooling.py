@@ -19,8 +19,8 @@ from .core import core, threads
 from .define import define
 from .references import pooling as reference
 
-SCRATCH_BYTES = 2_000_000  # of block sums, unless one channel of one sample needs more
-BAND_FLOATS = 8192  # of sums of rows per thread, unless one row of blocks needs more: they stay in the first cache
+SCRATCH_BYTES = 2_000_000  # unless one row of blocks needs more
+BAND_PIXELS = 1024  # of the gradient at a time, unless one row of blocks is more
 Pair = Sequence[int]
 
 
@@ -81,32 +81,27 @@ def _weight_gradient(
     launch: Launch, out: Tensor, grad: Tensor, pooled: Tensor, size: Pair, k: int, stride: Pair, padding: Pair,
     dilation: Pair, accumulate: bool, scratch_bytes: int,
 ) -> None:  # fmt: skip
-    grad, pooled = grad.contiguous(), dense(pooled.to(grad.dtype))
+    grad, pooled = dense(grad), dense(pooled.to(grad.dtype))
     axes = zip(out.shape[2:], size, (k, k), stride, padding, dilation, strict=True)
     rows, columns = (_Taps.of(*axis) for axis in axes)
-    (samples, channels), (inputs, high, wide) = grad.shape[:2], pooled.shape[1:]
-    # A row of the gradient, with zeros before and after it where taps reach beyond the outputs.
-    lead = max(0, *columns.first)
-    line = _apart(lead + max(grad.shape[3], wide * k - min(columns.first)))
-    # Rows of blocks at a time, where each block is read by k x k neighbours: sums of their rows serve all taps.
-    band, own = 0, line
-    if list(stride) == [1, 1] and not (size[0] % k or size[1] % k):
-        row, around = len(columns.first) * k * wide, -(-max(rows.first) // k) + -(min(rows.first) // k)
-        band = max(1, min(high, BAND_FLOATS // row - around))
-        own += row * (band + around)
-    # Output channels of each thread at a time: their block sums of a sample, and their sums over all.
-    tile, taps = 2 * core.lanes, len(rows.first) * len(columns.first)
-    each, whole = taps * (high * wide + -(-inputs // tile) * tile), own + high * wide * tile
-    room = (scratch_bytes // 4 // threads() - whole) // each
-    share = max(1, min(-(-channels // threads()), room))
-    own += _apart(whole + share * each) - (whole + share * each)  # so that no two threads write to one cache line
+    (samples, channels, out_height, out_width), (inputs, high, wide) = grad.shape, pooled.shape[1:]
+    # Rows of blocks at a time, and the rows of the gradient that read them for any tap.
+    band = max(1, min(high, BAND_PIXELS * stride[0] // (k * out_width)))
+    most = min(out_height, (band * k + max(rows.first) - min(rows.first)) // stride[0] + 1)
+    # Output channels of a thread at a time. Each has its rows, a line of their sums, the block sums of a band for a row
+    # of taps, and the sums over all; a thread has averages besides. Threads do not write to one cache line.
+    lanes, tile, averages = core.lanes, 2 * core.lanes, band * wide * inputs
+    each = (most + 1) * out_width + len(columns.first) * (band * wide + len(rows.first) * inputs)
+    room = (scratch_bytes // 4 // threads() - averages) // each // tile * tile
+    share = max(lanes, min(-(-channels // threads() // lanes) * lanes, room))
+    floats = _apart(averages + -(-share // tile) * tile * each)
     count = min(threads(), -(-channels // share))
-    scratch = grad.new_empty(count * _apart(whole + share * each), dtype=torch.float32)
+    scratch = grad.new_empty(count * floats, dtype=torch.float32)
     ranges = grad.new_empty(2 * (len(rows.first) * high + len(columns.first) * wide), dtype=torch.int64)
-    sizes = [samples, channels, inputs, *grad.shape[2:], *size, k, *stride, lead, line, band, own]
+    sizes = [samples, channels, inputs, out_height, out_width, *size, k, *stride, share, band, most]
     taken = (rows.first, rows.kinds, columns.first, columns.kinds)
-    launch(core.pooled_weight_gradient, grad, code(grad), pooled, planar(pooled), sizes, *taken, out, code(out),
-           accumulate, share, scratch, ranges, count)  # fmt: skip
+    launch(core.pooled_weight_gradient, grad, code(grad), planar(grad), pooled, planar(pooled), sizes, *taken, out,
+           code(out), accumulate, scratch, floats, ranges, count)  # fmt: skip
 
 
 _weight_gradient_op = define(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.calls import layout
 from ..kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
 from ..kernels.linear import linear_forward, linear_input_gradient, linear_weight_gradient
 from .saved_tensors import samples_at_a_time
@@ -95,7 +96,10 @@ class PlainConvolution(Convolution):
         return full
 
     def _input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        return self._backward(grad, grad.new_empty(1).expand(shape), [True, False, False])[0]  # only its shape is read
+        # Of x its shape and layout are read, and it is copied if it does not lie dense: the gradient often has both.
+        same = grad.shape == shape and grad.is_contiguous(memory_format=layout(grad))
+        x = grad if same else torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=layout(grad))
+        return self._backward(grad, x, [True, False, False])[0]
 
     def _backward(self, grad: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
         geometry = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
