@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.calls import layout
+from ..kernels.calls import dense, planar
 from ..kernels.conv import conv_forward, conv_input_gradient, conv_weight_gradient
 from ..kernels.linear import linear_forward, linear_input_gradient, linear_weight_gradient
 from .saved_tensors import samples_at_a_time
@@ -83,23 +83,31 @@ class PlainConvolution(Convolution):
     def input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
         if self._skips():  # PyTorch's takes scratch of three such maps
             rows, columns = self.stride
-            full = grad.new_zeros(shape)
+            full = self._empty(grad, shape).zero_()
             read = full[:, :, ::rows, ::columns]
             read.copy_(self.reading().input_gradient(grad, read.shape))
             return full
         count = samples_at_a_time(shape, grad.dtype, PIECE_BYTES) if max(self.stride) > 1 else len(grad)
         if count >= len(grad):
             return self._input_gradient(grad, shape)
-        full = grad.new_empty(shape)
+        full = self._empty(grad, shape)
         for part, out in zip(grad.split(count), full.split(count), strict=True):
             out.copy_(self._input_gradient(part, out.shape))
         return full
 
     def _input_gradient(self, grad: Tensor, shape: torch.Size) -> Tensor:
-        # Of x its shape and layout are read, and it is copied if it does not lie dense: the gradient often has both.
-        same = grad.shape == shape and grad.is_contiguous(memory_format=layout(grad))
-        x = grad if same else torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=layout(grad))
+        # Of x its shape and layout are read. What does not lie in the layout that PyTorch takes is copied: the gradient
+        # once, and in the place of x it is itself, if it has the shape.
+        grad = dense(grad, self._form(grad))
+        x = grad if grad.shape == shape else self._empty(grad, shape)
         return self._backward(grad, x, [True, False, False])[0]
+
+    def _empty(self, grad: Tensor, shape: torch.Size) -> Tensor:
+        return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=self._form(grad))
+
+    def _form(self, grad: Tensor) -> torch.memory_format:
+        """The layout in which PyTorch makes the gradient of the input."""
+        return torch.contiguous_format if planar(grad) and planar(self.weight) else torch.channels_last
 
     def _backward(self, grad: Tensor, x: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:
         geometry = (self.stride, self.padding, self.dilation, False, (0, 0), self.groups)
@@ -108,7 +116,7 @@ class PlainConvolution(Convolution):
     def read(self, x: Tensor) -> Tensor:
         """A 1 x 1 convolution of stride s reads one pixel of s x s."""
         rows, columns = self.stride
-        return x[:, :, ::rows, ::columns].contiguous() if self._skips() else x
+        return dense(x[:, :, ::rows, ::columns]) if self._skips() else x
 
     def reading(self) -> Convolution:
         return replace(self, stride=(1, 1)) if self._skips() else self
