@@ -83,16 +83,14 @@ def pooled_rows() -> Iterator[Row]:
         (32, 128, 28),
         (32, 256, 14),
     ):
-        x, g, w = (
-            torch.randn(batch, channels, size, size),
-            torch.randn(batch, channels, size, size),
-            (channels, channels, 3, 3),
-        )
-        averages = {k: pooling.pool(x, k) for k in (2, 4)}
-        contenders = {f"torch {name}": whole_weight_gradient(x, g, w, layout) for name, layout in LAYOUTS.items()}
-        for k, pooled in averages.items():
-            settings = (g, pooled, (size, size), k, w, (1, 1), (1, 1))
-            contenders[f"pool{k}"] = lambda settings=settings: pooling.pooled_weight_gradient(*settings)
+        x, g = (torch.randn(batch, channels, size, size) for _ in range(2))
+        w, contenders = (channels, channels, 3, 3), {}
+        for name, layout in LAYOUTS.items():
+            laid, grad = (tensor.contiguous(memory_format=layout) for tensor in (x, g))
+            contenders[f"torch {name}"] = whole_weight_gradient(x, g, w, layout)
+            for k in (2, 4):
+                settings = (grad, pooling.pool(laid, k), (size, size), k, w, (1, 1), (1, 1))
+                contenders[f"pool{k} {name}"] = lambda settings=settings: pooling.pooled_weight_gradient(*settings)
         yield f"pooled weight gradient {batch} {channels}-{channels} {size}", contenders
 
 

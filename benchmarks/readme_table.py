@@ -60,6 +60,8 @@ ROWS: tuple[tuple[str, dict, str], ...] = (
     ),
     ("averaged over 2 x 2 pixels (`pool2`), nothing else", {"activations": "pool2"}, "approximate"),
     ("[8-bit optimizer state](docs/techniques/optimizer.md), nothing else", {"optimizer": "8bit"}, "neutral"),
+    ("`int4`, the model in channels_last", {"activations": "int4", "pytorch": "channels_last"}, "approximate"),
+    ("`pool2`, the model in channels_last", {"activations": "pool2", "pytorch": "channels_last"}, "approximate"),
 )
 
 
@@ -89,7 +91,7 @@ def table(found: dict) -> str:
     kinds = " | ".join(f"time, {kind}, {' and '.join(one['seconds'])} threads" for kind, one in machines.items())
     lines = [f"| | heap peak, MB | {kinds} | risk |", "|---" * (len(machines) + 3) + "|"]
     for i, (words, _, risk) in enumerate(ROWS):
-        told = " | ".join(", ".join(f"{ratio[i]:.2f}" for ratio in ratios[kind]) for kind in machines)
+        told = " | ".join(", ".join(f"{ratio[i]:.2f}" for ratio in ratios[kind] if i < len(ratio)) for kind in machines)
         lines.append(f"| {words} | {found['heap_bytes'][i] / 1e6:.3g} | {told} | {risk} |")
     where = "; ".join(f"{kind}: {measured(found['plans'], one)}" for kind, one in machines.items())
     how = f"Beside the faster of PyTorch's eager layouts, interleaved. {where}. Heap: {found['heap_cpu']}."
