@@ -105,7 +105,7 @@ struct Work {
     const int64_t row = s.out_width * WIDE;
     for (int64_t c = 0; c < channels; c += WIDE, grads += s.most * row)
       for (int64_t j = 0; j < s.out_width; ++j, line += WIDE)
-        for (int64_t lane = 0; lane < WIDE; lane += LANES) {
+        for (int64_t lane = 0; lane < vectors(channels - c) * LANES; lane += LANES) {
           Vector sum = {};
           for (int64_t i = range.begin; i < range.end; ++i) sum += load(grads + i * row + j * WIDE + lane);
           store(line + lane, sum);
