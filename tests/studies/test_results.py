@@ -4,6 +4,9 @@ import math
 
 import pytest
 
+from shoestring import Plan
+from shoestring.paper import paper_profile
+from shoestring.studies.memory import memory
 from shoestring.studies.results import CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE, Estimate, judge
 
 
@@ -62,3 +65,11 @@ def test_bytes_are_compared_to_the_printed_digit_in_percent_or_in_every_row():
     assert judge(close, far)["verdict"] == NOT_CONFIRMED  # one of them is far below
     assert judge(every, rows, smaller=True)["verdict"] == NOT_TESTABLE  # bytes of other images than the paper's
     assert judge(digits, rows, smaller=True)["verdict"] == CONFIRMED  # the paper's own rules
+
+
+def test_the_papers_rules_count_the_network_of_the_row_not_the_usual_one():
+    small = memory("wrn-10-1", {"batch": 2, "image": 16}, {}, Plan())
+    usual = paper_profile("wrn-10-1", batch=2).peak_bytes
+    assert small["rules_bytes"] == paper_profile("wrn-10-1", batch=2, image=16).peak_bytes < 0.5 * usual
+    narrow, wide = (paper_profile("dynamicconv-iwslt", tokens=40, **shape) for shape in ({"width": 128}, {}))
+    assert narrow.peak_bytes < 0.5 * wide.peak_bytes

@@ -64,18 +64,19 @@ def paper_profile(
     precision: str = "fp32",
     microbatch: int | None = None,
     checkpoint: str = "none",
+    **shape: int,
 ) -> PaperProfile:
     """A built-in model's name or a task, and the techniques' settings -> its profile by the paper's rules.
 
     `nonzero` is the percentage of weights that sparse layers hold; `microbatch` counts images or tokens, as
-    `batch` and `tokens` do.
+    `batch` and `tokens` do; `shape` is that of a built-in model if it is not its own, such as `width=128`.
 
     >>> paper_profile("wrn-28-2", batch=100).peak_bytes
     404802488
     """
     check(nonzero, precision)
     sizes = sized(model, batch, tokens, microbatch)
-    task, graph = traced(model, sizes.microbatch)
+    task, graph = traced(model, sizes.microbatch, **shape)
     plan = schedule(graph, checkpoint)
     ledger = Ledger()
     write_weights(ledger, task, graph, nonzero, precision)
@@ -132,7 +133,7 @@ def word_for(model: str | Task) -> str:
     return "tokens" if by_tokens else "batch"
 
 
-def traced(model: str | Task, microbatch: int) -> tuple[Task, Graph]:
+def traced(model: str | Task, microbatch: int, **shape: int) -> tuple[Task, Graph]:
     """A model -> its task and graph.
 
     The batch may be another one: counts are in proportion to the items, and depend on nothing else but the
@@ -140,11 +141,11 @@ def traced(model: str | Task, microbatch: int) -> tuple[Task, Graph]:
     """
     if isinstance(model, Task):
         return model, trace(model)
-    return traced_builtin(model, min(SENTENCE, microbatch) if word_for(model) == "tokens" else None)
+    return traced_builtin(model, min(SENTENCE, microbatch) if word_for(model) == "tokens" else None, **shape)
 
 
 @lru_cache(maxsize=16)
-def traced_builtin(name: str, length: int | None) -> tuple[Task, Graph]:
+def traced_builtin(name: str, length: int | None, **shape: int) -> tuple[Task, Graph]:
     options = {} if length is None else {"tokens": length, "length": length}
-    task = builtin(name, device="meta", **options)
+    task = builtin(name, device="meta", **options, **shape)
     return task, trace(task)
