@@ -37,7 +37,8 @@ def _rules(model: str, sizes: dict[str, int], settings: dict[str, Any], plan: Pl
     unknown = sorted(set(settings) - {*RULES, "model", "lr_multiplier", "method", "simulated"})
     if [key for key in unknown if not key.startswith("rewire_")] or settings.get("precision") == "bf16":
         raise ShoestringError(f"the paper's rules do not know {', '.join(unknown) or 'bf16'}")
-    counted = paper_profile(model, **sizes, **_only(settings, *RULES))
+    known: dict[str, Any] = sizes | _only(settings, *RULES)
+    counted = paper_profile(model, **known)
     found = {"rules_bytes": counted.peak_bytes, "rules_flops_ratio": counted.flops["ratio"]}
     return found | {"rules_parts": _parts(counted.bytes_by_category)}
 
