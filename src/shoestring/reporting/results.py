@@ -104,7 +104,8 @@ def _done(study: Study, found: dict[str, Any], scale: Scale | None, trials: list
     full = study.scale("full")
     parts = [f"{len(trials)} trials are finished. Trained {_length(scale)}"]
     if full and name != "full":
-        parts.append(f"the paper trained {_length(full)}")
+        who = "the paper trained" if study.paper == "sohoni" else "the scale `full` trains"  # networks of our choice
+        parts.append(f"{who} {_length(full)}")
     cpus = sorted({str(trial["environment"].get("cpu_model", "")) for trial in trials} - {""})
     parts += [f"CPU: {', '.join(cpus)}"] if cpus else []
     smaller = " The bytes are those of the smaller step: for the paper's sizes see the scale `memory`."
