@@ -51,8 +51,8 @@ class Offer(NamedTuple):
 
 COMPRESSED = {
     "int8": Offer(0, "1.000 and 1.000"),
-    "int4": Offer(1, "0.998 and 0.999", -0.77),
-    "pool2": Offer(2, "0.92 and 0.93", -2.47),
+    "int4": Offer(1, "0.998 and 0.999", -0.85),
+    "pool2": Offer(2, "0.92 and 0.93", -2.55),
     "int2": Offer(2, "0.97 and 0.97"),
 }  # docs/techniques/activations.md has the commands
 
