@@ -12,7 +12,9 @@ using Address = std::uintptr_t;  // tensor.data_ptr()
 template <class T>
 inline T* at(Address address) { return reinterpret_cast<T*>(address); }
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return a >= 0 ? (a + b - 1) / b : -(-a / b); }
+inline int64_t divide_down(int64_t a, int64_t b) { return a / b - (a % b < 0); }
+inline int64_t modulo(int64_t a, int64_t b) { return a - divide_down(a, b) * b; }
+inline int64_t divide_up(int64_t a, int64_t b) { return -divide_down(-a, b); }
 
 // The threads that some work deserves: below about 20 microseconds, waking them costs more than they save.
 inline int team(int threads, int64_t steps) { return steps < 1 << 15 ? 1 : threads; }

@@ -37,7 +37,7 @@ struct Plane {  // a map in memory: [height, width, inner]; inner is 1, or the c
 
 template <class T>
 static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
-  const int64_t high = ceil_div(in.height, k), wide = ceil_div(in.width, k), line = in.width * in.inner;
+  const int64_t high = divide_up(in.height, k), wide = divide_up(in.width, k), line = in.width * in.inner;
   float* averages = sums + line;
   for (int64_t a = 0; a < high; ++a) {
     const int64_t rows = std::min(k, in.height - a * k);
@@ -69,7 +69,7 @@ static void pool_plane(const T* x, Plane in, int64_t k, T* out, float* sums) {
 static void pool(Address x, int code, int64_t planes, int64_t apart, int64_t height, int64_t width, int64_t inner,
                  int64_t k, Address out, Address scratch, int64_t own, int threads) {
   const Plane in{height, width, inner};
-  const int64_t wide = ceil_div(width, k), pooled = ceil_div(height, k) * wide * inner;
+  const int64_t wide = divide_up(width, k), pooled = divide_up(height, k) * wide * inner;
   with_storage(code, [&](auto kind) {
     using T = decltype(kind);
 #pragma omp parallel for num_threads(threads)

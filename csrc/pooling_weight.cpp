@@ -33,7 +33,7 @@ struct Range { int64_t begin, end; };
 void find_readers(const Taps& taps, int64_t size, int64_t k, int64_t most, Range* ranges) {
   for (int64_t tap = 0; tap < taps.count; ++tap)
     for (int64_t from = 0; from < size; from += k) {
-      const auto output = [&](int64_t pixel) { return ceil_div(pixel - taps.first[tap], taps.stride); };
+      const auto output = [&](int64_t pixel) { return divide_up(pixel - taps.first[tap], taps.stride); };
       const int64_t begin = std::clamp<int64_t>(output(from), 0, most);
       *ranges++ = {begin, std::clamp<int64_t>(output(std::min(size, from + k)), begin, most)};
     }
@@ -54,7 +54,7 @@ struct Work {
   const Range *rows, *columns;  // the outputs that read each block
 
   int64_t blocks() const { return s.band * averages.map.width; }
-  int64_t wides() const { return ceil_div(s.share, WIDE); }
+  int64_t wides() const { return divide_up(s.share, WIDE); }
 
   // The floats of a thread: gradients [wide][row][output][WIDE], a line of their sums [wide][output][WIDE], averages
   // [block][input], G [v][wide][block][WIDE], and sums [tap][wide][input][WIDE].
@@ -176,7 +176,7 @@ static void pooled_weight_gradient(Address grad, int code, bool planar_grad, Add
   const Taps y{static_cast<int64_t>(rows_first.size()), s.stride_y, rows_first.data()};
   const Taps x{static_cast<int64_t>(columns_first.size()), s.stride_x, columns_first.data()};
   const conv::Map from{s.samples, s.channels, s.out_height, s.out_width, planar_grad};
-  const conv::Map map{s.samples, s.inputs, ceil_div(s.height, s.k), ceil_div(s.width, s.k), planar};
+  const conv::Map map{s.samples, s.inputs, divide_up(s.height, s.k), divide_up(s.width, s.k), planar};
   Range *rows = at<Range>(ranges), *columns = rows + y.count * map.height;
   find_readers(y, s.height, s.k, s.out_height, rows);
   find_readers(x, s.width, s.k, s.out_width, columns);
@@ -184,7 +184,7 @@ static void pooled_weight_gradient(Address grad, int code, bool planar_grad, Add
     using T = decltype(kind);
     const Work<T> work{s, {from, at<T>(grad), nullptr, nullptr, false}, {map, at<T>(averages), nullptr, nullptr, false},
                        y.count, x.count, rows, columns};
-    const int64_t parts = ceil_div(s.channels, s.share);
+    const int64_t parts = divide_up(s.channels, s.share);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
     for (int64_t part = 0; part < parts; ++part) {
       float* own = at<float>(scratch) + omp_get_thread_num() * each;

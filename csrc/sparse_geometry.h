@@ -9,11 +9,9 @@
 #include <array>
 #include <cstdint>
 
+#include "core.h"
 #include "vector.h"
 
-inline int64_t divide_down(int64_t a, int64_t b) { return a / b - (a % b < 0); }
-inline int64_t modulo(int64_t a, int64_t b) { return a - divide_down(a, b) * b; }
-inline int64_t divide_up(int64_t a, int64_t b) { return -divide_down(-a, b); }
 inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 
 // What Python passes: the sizes of a convolution.

@@ -140,6 +140,8 @@ def traced(model: str | Task, microbatch: int, **shape: int) -> tuple[Task, Grap
     length of sentences.
     """
     if isinstance(model, Task):
+        if shape:
+            raise ShoestringError(f"{', '.join(shape)} is for built-in models: a task has the shape that it has")
         return model, trace(model)
     return traced_builtin(model, min(SENTENCE, microbatch) if word_for(model) == "tokens" else None, **shape)
 
