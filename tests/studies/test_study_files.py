@@ -69,6 +69,16 @@ def test_the_uncompressed_row_beside_compressed_activations_is_trained_by_the_de
         assert [job["seed"] for job in jobs("accuracy-compressed", "int4", scale)] == [0, 1, 2]
 
 
+def test_what_changes_no_gradient_of_a_translation_network_is_measured_but_may_be_left_out_of_its_training(monkeypatch):
+    monkeypatch.setattr(runner, "find_data", lambda name, root: name)
+    monkeypatch.setattr(runner, "fingerprint", lambda folder: "0")
+    study = load("figure9")
+    row, scale = study.rows[0], study.scales["small"]
+    measured, trained = runner.memory_job(study, row, scale), runner.training_jobs(study, row, scale, None)[0]
+    assert measured["settings"] == {"checkpoint": "residual-1", "microbatch": 250, **trained["settings"]}
+    assert runner.training_jobs(study, row, study.scales["full"], None)[0]["settings"] == measured["settings"]
+
+
 @pytest.mark.parametrize("name", ["memory-by-pool", "accuracy-compressed"])
 def test_rows_of_the_second_paper_change_what_is_stored_and_nothing_else(name):
     study = load(name)
@@ -108,6 +118,8 @@ def test_a_grid_is_every_combination_over_the_defaults():
         ("epochs = 1", "epochs = 0", "line 16: epochs of small is 0"),
         ("epochs = 1", "", "small needs either epochs or updates"),
         ("epochs = 1", "epochs = 1\nseeds = [0, 0]", "seeds are [0, 0]: give different whole numbers"),
+        ("epochs = 1", 'epochs = 1\nuntrained = ["microbatch"]', "untrained are ['microbatch']: give"),
+        ("epochs = 1", 'epochs = 1\ntokens = 9\nuntrained = [["microbatch"]]', "some of checkpoint, microbatch"),
         ("[scales.small]", "[scales.huge]", "huge is no scale that is trained"),
         ('row = "b"', 'row = "c"', "row 'c' of a claim is no label of a row"),
         ("at_least = 0.0", "", "does not say how it is judged"),

@@ -47,7 +47,8 @@ def training_jobs(study: Study, row: Row, scale: Scale, root: str | None) -> lis
     times = row.settings.get("length", 1)
     length = {"epochs": round(times * scale.epochs)} if scale.epochs else {"updates": round(times * scale.updates)}
     kind = "fidelity" if study.quality == "cosine" else "train"
-    job = {"kind": kind, **_step(study, row, scale), "settings": _deciding(row), "data": data, **length}
+    settings = {key: value for key, value in _deciding(row).items() if key not in scale.untrained}
+    job = {"kind": kind, **_step(study, row, scale), "settings": settings, "data": data, **length}
     job |= {"held_out": study.tuning, "schedule": scale.schedule}
     return [job | {"seed": seed} for seed in row.seeds or scale.seeds]
 

@@ -79,8 +79,9 @@ _TOP: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 _SCALE: dict[str, tuple[type, ...]] = {
     "data": (str,), "epochs": (int,), "updates": (int,), "image": (int,), "width": (int,), "seeds": (list,),
-    "schedule": (str,), "tokens": (int,), "batch": (int,),
+    "schedule": (str,), "tokens": (int,), "batch": (int,), "untrained": (list,),
 }  # fmt: skip
+EXACT = ("checkpoint", "microbatch")  # without batch norm they change a gradient by rounding and dropout's draw alone
 _CLAIM: dict[str, tuple[type, ...]] = {
     "claim": (str,), "metric": (str,), "row": (str,), "minus": (str,), "over": (str,), "paper": NUMBER,
     "digits": (int,), "percent": NUMBER, "at_least": NUMBER, "at_most": NUMBER, "every": (bool,),
@@ -99,7 +100,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Scale:
-    """How a study is trained: the data's folder name, its length, the side of the images or the network's width."""
+    """How a study is trained: the data's folder name, its length, the side of the images or the network's width;
+    `untrained`: settings that are measured but left out of the trainings, since they change no gradient."""
 
     data: str = "cifar-10"
     epochs: int | None = None
@@ -110,6 +112,7 @@ class Scale:
     schedule: str = ""
     tokens: int | None = None
     batch: int | None = None
+    untrained: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -260,8 +263,11 @@ def _scale(name: str, table: Any, source: _Source) -> Scale:
     for key in ("epochs", "updates", "image", "width", "tokens", "batch"):
         if key in table and table[key] < 1:
             raise source.wrong(key, f"of {name} is {table[key]}, and must be at least 1")
-    seeds = tuple(_seeds(table.get("seeds", [0]), source))
-    return Scale(**(table | {"seeds": seeds}))
+    seeds, untrained = tuple(_seeds(table.get("seeds", [0]), source)), tuple(table.get("untrained", []))
+    if untrained and ("tokens" not in table or not all(word in EXACT for word in untrained)):
+        words = f"of a network that is fed with tokens, and so without batch norm: some of {', '.join(EXACT)}"
+        raise source.wrong("untrained", f"are {list(untrained)!s:.60}: give settings that change no gradient, {words}")
+    return Scale(**(table | {"seeds": seeds, "untrained": untrained}))
 
 
 def _seeds(values: list[Any], source: _Source) -> Iterable[int]:
