@@ -90,6 +90,13 @@ def test_the_page_has_the_papers_figures_beside_ours_what_differs_and_the_verdic
     assert "CPU: a CPU." in page and "confirmed: sparse costs less than two points" in page
 
 
+def test_a_study_that_asks_for_it_shows_the_quality_after_each_epoch(tmp_path, study, data):
+    assert len(written(tmp_path, study, data)) == 4
+    *_, page, _, curves = written(tmp_path, replace(study, by_epoch=True), data)
+    assert curves.name == "two.small.epochs.svg" and f"]({curves.name})" in page.read_text()
+    assert "dense: 50.00, 80.20; sparse: 50.00, 78.50." in curves.read_text()
+
+
 def test_the_papers_bytes_are_not_put_beside_those_of_smaller_images(tmp_path, study, data):
     store = finished(tmp_path, study, data)
     found = report(study, "small", store, data)

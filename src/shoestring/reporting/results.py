@@ -12,7 +12,7 @@ from typing import Any
 from ..records import file_bytes, read_object
 from ..runs.folder import replace_file
 from ..studies.study import PAPERS, SCALES, Scale, Study, load, names
-from .results_figure import results_figure
+from .results_figure import epochs_figure, results_figure
 from .studies import claim_line, has_rules, rows_shown, table
 
 
@@ -25,10 +25,13 @@ def write_results(
     data, picture, page = (folder / f"{stem}.{suffix}" for suffix in ("json", "svg", "md"))
     replace_file(data, json.dumps(found | {"trials": trials, "steps": steps}, indent=1) + "\n")
     results_figure(picture, study, found)
-    replace_file(page, page_text(study, found, trials, picture.name, data.name))
+    curves = [folder / f"{stem}.epochs.svg"] if study.by_epoch and trials else []
+    for path in curves:
+        epochs_figure(path, study, trials)
+    replace_file(page, page_text(study, found, trials, [path.name for path in (picture, *curves)], data.name))
     index = folder / "README.md"
     replace_file(index, index_text(folder))
-    return [data, picture, page, index]
+    return [data, picture, page, index, *curves]
 
 
 def index_text(folder: Path) -> str:
@@ -72,7 +75,9 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" + "s" * (number != 1)
 
 
-def page_text(study: Study, found: dict[str, Any], trials: list[dict[str, Any]], picture: str, data: str) -> str:
+def page_text(
+    study: Study, found: dict[str, Any], trials: list[dict[str, Any]], pictures: Sequence[str], data: str
+) -> str:
     """The page in Markdown."""
     scale = study.scale(found["scale"])
     lines = [f"# {study.place}: {study.title}", "", f"{PAPERS[study.paper]}.", ""]
@@ -80,8 +85,7 @@ def page_text(study: Study, found: dict[str, Any], trials: list[dict[str, Any]],
     lines += [
         _done(study, found, scale, trials),
         "",
-        f"![{study.title}]({picture})",
-        "",
+        *(line for picture in pictures for line in (f"![{study.title}]({picture})", "")),
         *_markdown(table(study, found)),
     ]
     if found["claims"]:
@@ -102,7 +106,8 @@ def _done(study: Study, found: dict[str, Any], scale: Scale | None, trials: list
         merged = " Rows that have the same step are one." if len(rows_shown(found)) < len(found["rows"]) else ""
         return f"Nothing is trained: the memory is {ruled}predicted, and measured on the heap.{merged}"
     full = study.scale("full")
-    parts = [f"{len(trials)} trials are finished. Trained {_length(scale)}"]
+    are = "are" if len(trials) != 1 else "is"
+    parts = [f"{_count(len(trials), 'trial')} {are} finished. Trained {_length(scale)}"]
     if full and name != "full":
         who = "the paper trained" if study.paper == "sohoni" else "the scale `full` trains"  # networks of our choice
         parts.append(f"{who} {_length(full)}")

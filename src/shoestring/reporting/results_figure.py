@@ -1,5 +1,6 @@
 """The picture of a study: the memory of each row by the three countings, and the quality beside it."""
 
+import itertools
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,30 @@ def results_figure(path: Path, study: Study, found: dict[str, Any]) -> None:
         if beside:
             right = figure.add_axes(((names + _PANEL + _GAP) / width, *panel))
             _quality(right, rows, study.quality) if trained else _flops(right, rows)
+
+
+def epochs_figure(path: Path, study: Study, trials: list[dict[str, Any]]) -> None:
+    """The quality after each epoch, a line per training: those of a row have its colour."""
+    title = f"{study.place}: {study.title}"
+    labels = list(dict.fromkeys(trial["label"] for trial in trials))
+    colours = dict(zip(labels, itertools.cycle((INK, ACCENT, MUTED)), strict=False))
+    about = "; ".join(
+        f"{trial['label']}: {', '.join(f'{value:.2f}' for value in trial['by_epoch'])}" for trial in trials
+    )
+    with figure_file(path, 7.2, 4.0, title, f"By epoch: {about}.") as figure:
+        figure.text(0.017, 0.97, "\n".join(textwrap.wrap(title, 76)), size=11.5, weight="bold", va="top")
+        axes = figure.add_axes((0.09, 0.13, 0.88, 0.66))
+        for trial in trials:
+            values = trial["by_epoch"]
+            axes.plot(range(1, len(values) + 1), values, "o-", ms=3.5, color=colours[trial["label"]])
+        for label in labels:
+            axes.plot([], [], "o-", ms=3.5, color=colours[label], label=label)
+        axes.set(
+            xlabel="epoch", ylabel=f"{study.quality}, % of the test set" if study.quality == "accuracy" else "BLEU"
+        )
+        axes.locator_params(axis="x", integer=True)
+        axes.grid(axis="y", lw=0.7, color=FAINT)
+        axes.legend(loc="lower right", frameon=False)
 
 
 def _pie(path: Path, study: Study, row: dict[str, Any]) -> None:
