@@ -73,9 +73,7 @@ BEGIN, END = "<!-- begin: benchmarks/compressed.py -->", "<!-- end: benchmarks/c
 
 # -- measuring ----------------------------------------------------------------------------------------------------
 def sized(rules: str, task: Task) -> str:
-    """adaptive/8 and adaptive=int4 -> adaptive-SIZE."""
-    if rules.startswith("adaptive/"):
-        return f"adaptive-{int(saved_bytes(task) / float(rules.partition('/')[2]))}B"
+    """adaptive=int4 -> adaptive-SIZE, of as many bytes."""
     if rules.startswith("adaptive="):
         beside = apply_settings(task, {"activations": rules.partition("=")[2]})
         return f"adaptive-{saved_bytes(beside)}B"

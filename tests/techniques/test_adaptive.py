@@ -213,3 +213,18 @@ def test_it_stands_beside_other_techniques():
     losses = [lean.step(one.batch).item() for _ in range(3)]
     assert losses[-1] < losses[0]
     assert any(isinstance(context, SavedPass) for context in lean.task.contexts)
+
+
+@pytest.mark.parametrize("more", [{}, {"microbatch": 8}])
+def test_a_share_of_the_saved_bytes_is_that_of_the_whole_batch(more):
+    hook = hook_of(apply(task(), Plan(activations="adaptive/6", **more)))
+    assert hook.limit == saved_bytes(task()) // 6
+    assert stored(hook) <= hook.limit
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-8", "nan", "inf", "many", "8x"])
+def test_a_share_that_is_none_is_refused(share):
+    with pytest.raises(
+        ShoestringError, match=f"adaptive/{share} is no share of the saved bytes: give a number above 1"
+    ):
+        apply(task(), Plan(activations=f"adaptive/{share}"))

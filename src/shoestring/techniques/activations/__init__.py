@@ -9,6 +9,7 @@ The card is docs/techniques/activations.md.
     activations="int8", "int4", "int2"       inputs of layers in a few bits, rounded stochastically; approximate
     activations="pool8+int2"                 averages, and in 2 bits what they leave out; approximate
     activations="adaptive-60MB"              one of these for each layer, by measured errors (adaptive.py); approximate
+    activations="adaptive/8"                 the same, in an eighth of the bytes that are saved without it
     activations="blocks.*=offload"           only tensors saved inside these modules
     activations="head:softmax=half,offload"  16 bits for what softmax saves inside `head`, a file for everything else
 
@@ -22,6 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import inf, nan
 from typing import Any, NamedTuple
 
 from ...errors import NoEffect, NoPlanFits, ShoestringError
@@ -36,9 +38,9 @@ from .rehearsals import saved_bytes, takes_any
 from .saving import SMALL_BYTES, Rule, SavedPass, is_compressing
 
 EXAMPLES = (
-    'offload, half, masks, pool2, int4, pool8+int2, adaptive-60MB, "blocks.*=offload" or "head:softmax=half,offload"'
+    'offload, half, masks, pool2, int4, pool8+int2, adaptive/8, "blocks.*=offload" or "head:softmax=half,offload"'
 )
-_ADAPTIVE = re.compile(r"adaptive(?:-(.+))?")
+_ADAPTIVE = re.compile(r"adaptive(?:-(?P<size>.+)|/(?P<parts>.+))?")
 
 
 class Offer(NamedTuple):
@@ -76,16 +78,18 @@ class Settings:
         """Whether the codecs are chosen while training."""
         return _ADAPTIVE.fullmatch(self.rules) is not None
 
-    @property
-    def limit(self) -> int:
+    def limit(self, task: Task) -> int:
         """The bytes that the batch may save, of `adaptive`."""
         found = _ADAPTIVE.fullmatch(self.rules)
-        if found is None or found[1] is None:
-            raise ShoestringError(
-                "activations adaptive needs a budget: name what the batch may save (adaptive-60MB), or give --budget "
-                "beside it (in Python, shoestring.plan(task, budget, activations='adaptive'))"
-            )
-        return parse_bytes(found[1])
+        if found and found["size"]:
+            return parse_bytes(found["size"])
+        if found and found["parts"]:
+            return int(saved_bytes(task) / _parts(found["parts"]))
+        raise ShoestringError(
+            "activations adaptive needs a budget: name what the batch may save (adaptive-60MB, or adaptive/8 for an "
+            "eighth of what it saves without), or give --budget beside it (in Python, shoestring.plan(task, budget, "
+            "activations='adaptive'))"
+        )
 
     @property
     def masks(self) -> bool:
@@ -95,6 +99,17 @@ class Settings:
     @property
     def _parts(self) -> list[str]:
         return [part.strip() for part in self.rules.split(",")]
+
+
+def _parts(text: str) -> float:
+    """How many times fewer bytes: 8 of adaptive/8."""
+    try:
+        parts = float(text)
+    except ValueError:
+        parts = nan
+    if not 1 < parts < inf:
+        raise ShoestringError(f"adaptive/{text} is no share of the saved bytes: give a number above 1, as adaptive/8")
+    return parts
 
 
 def _rule(text: str) -> Rule:
@@ -172,7 +187,7 @@ def bounds(task: Task, rules: str) -> Bounds:
 def apply(task: Task, settings: Settings) -> Task:
     """A task -> the same task, which stores the activations that its operations save in another form."""
     if settings.adaptive:
-        return _adapting(task, settings.limit)
+        return _adapting(task, settings.limit(task))
     if settings.masks:
         task = _with_masks(task)
     rules = settings.parsed
