@@ -38,8 +38,9 @@ def _sparsity(settings: Mapping[str, Any]) -> Any:
     return {"nonzero": settings["nonzero"], **more} if more else settings["nonzero"]
 
 
-def lr_multiplier(model: str, settings: Mapping[str, Any], width: int | None = None) -> float:
-    """The row's own, or the one that the paper found for that network and sparsity (Tables 6 and 7)."""
+def lr_multiplier(job: Mapping[str, Any]) -> float:
+    """The job's own, or the one that the paper found for that network, its sparsity and its width (Tables 6 and 7)."""
+    settings = job["settings"]
     if "lr_multiplier" in settings:
         return float(settings["lr_multiplier"])
-    return learning_rate_multiplier(model, settings.get("nonzero", 100), width)
+    return learning_rate_multiplier(job["model"], settings.get("nonzero", 100), job["sizes"].get("width"))

@@ -48,4 +48,4 @@ def _translation(job: dict[str, Any], folder: Path) -> Job:
 
 def _tuned(task: Task, job: dict[str, Any]) -> Task:
     """The task at the learning rate that was found best for its network and sparsity."""
-    return scaled(task, lr_multiplier(job["model"], job["settings"], job["sizes"].get("width")))
+    return scaled(task, lr_multiplier(job))

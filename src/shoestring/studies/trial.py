@@ -79,7 +79,7 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "updates": record.updates,
         "seconds": record.seconds,
         "environment": record.environment | {"cpu_model": cpu_model()},
-        "lr_multiplier": lr_multiplier(job["model"], job["settings"], job.get("width")),
+        "lr_multiplier": lr_multiplier(job),
     }
 
 
