@@ -32,6 +32,7 @@ struct Nonzeros {
   int64_t lines() const { return transposed ? row_length / kernel : rows; }
   int64_t channels() const { return transposed ? rows : row_length / kernel; }
   int64_t bins() const { return chunks * groups; }  // of a line
+  bool plain() const { return kernel == 1 && groups == 1; }  // as in linear layers: nothing is to be sorted
 };
 
 constexpr int UNROLL = 4;
@@ -54,19 +55,24 @@ class Blocks {
       : from(nonzeros), channel_bytes(channel_bytes) {
     const int64_t slack = from.bins() * (UNROLL - 1), longest = from.channels() * from.kernel + slack;
     capacity = std::min({std::max(budget, longest), from.count + lines * slack, lines * longest});
+    if (from.plain()) capacity += OVERRUN;
     const int64_t average = from.count / std::max<int64_t>(1, from.lines()) + slack / 2 + 1;
     most_lines = std::max<int64_t>(1, std::min(lines, capacity / average));
+    if (turnable()) most_lines = std::min<int64_t>(most_lines, 64);
     group_of = arena.take<int32_t>(from.kernel);
     offset_of = arena.take<int32_t>(from.kernel);
-    offsets = arena.take<int32_t>(capacity);
+    offsets = arena.take<int32_t>(capacity + (plain_rows() ? chunk_length() + OVERRUN : 0));
     weights = arena.take<float>(capacity);
     ranks = reinterpret_cast<int32_t*>(weights);
     starts = arena.take<int32_t>(most_lines * from.bins() + 1);
+    if (plain_rows()) return;
     found = arena.take<int32_t>(from.row_length + OVERRUN);
     columns = arena.take<Column>(from.row_length);
     if (from.transposed) {
       cursors = arena.take<Cursor>(from.rows);
       places = arena.take<int32_t>(most_lines * from.chunks * from.kernel + OVERRUN);
+      bits = arena.take<uint64_t>(turnable() ? (from.rows + 63) / 64 * 64 : 0);
+      next_of = arena.take<int64_t>(turnable() ? from.rows : 0);
     } else {
       masks = arena.take<uint64_t>(mask_words());
     }
@@ -84,11 +90,12 @@ class Blocks {
   void begin(int64_t line, int64_t end) {
     first = last = line;
     stop = end;
+    cursor = Cursor{};
+    if (plain_rows()) return skip(from.index, cursor, line * from.row_length);
     for (int64_t p = 0; p < from.row_length; ++p) {
       const int64_t channel = from.transposed ? 0 : p / from.kernel * channel_bytes;
       columns[p] = {static_cast<int32_t>(offset_of[p % from.kernel] + channel), FIELD * group_of[p % from.kernel]};
     }
-    cursor = Cursor{};
     if (from.transposed) {
       for (int64_t row = 0; row < from.rows; ++row) {
         skip(from.index, cursor, row * from.row_length + line * from.kernel);
@@ -126,18 +133,24 @@ class Blocks {
   Nonzeros from;
   int64_t channel_bytes, capacity, most_lines, stop = 0, stride = 0;
   struct Column { int32_t offset, field; };
-  Column* columns;            // of each position of a row
+  Column* columns = nullptr;  // of each position of a row
   uint64_t* masks = nullptr;  // of each word of a chunk and each group: which of its positions are the group's
-  int32_t *found, *places = nullptr;
+  int32_t *found = nullptr, *places = nullptr;
+  uint64_t* bits = nullptr;    // of 64 rows and each line of the block: which of the rows have a nonzero there
+  int64_t* next_of = nullptr;  // of each row: its next nonzero
   Cursor cursor;
   Cursor* cursors = nullptr;
 
   int64_t chunk_length() const { return from.chunk_channels * from.kernel; }
+  bool plain_rows() const { return from.plain() && !from.transposed; }
+  bool turnable() const { return from.plain() && from.transposed && from.chunk_channels % 64 == 0; }
   int64_t mask_words() const { return (chunk_length() / 64 + 1) * from.groups; }
 
   template <class Payload, class Out>
   void fill(Payload payload, Out* out) {
-    if (from.transposed) fill_from_columns(payload, out);
+    if (turnable() && from.index.is_bitmap()) fill_turned(payload, out);
+    else if (from.transposed) fill_from_columns(payload, out);
+    else if (from.plain()) fill_plain(payload, out);
     else fill_from_rows(payload, out);
   }
 
@@ -169,6 +182,78 @@ class Blocks {
       }
     }
     starts[bin] = static_cast<int32_t>(start);
+  }
+
+  // Plain rows: the nonzeros of a chunk stay as they are found.
+  template <class Payload, class Out>
+  void fill_plain(Payload payload, Out* out) {
+    int64_t start = 0, bin = 0;
+    for (int64_t line = first; line < last; ++line) {
+      const Cursor before = cursor;
+      const int64_t line_start = start, origin = line * from.row_length;
+      for (int64_t chunk = 0; chunk < from.chunks; ++chunk, ++bin) {
+        const int64_t rank = cursor.rank, end = std::min(from.row_length, (chunk + 1) * chunk_length());
+        const int64_t n = gather(from.index, cursor, origin + end, origin, offsets + start);
+        if (start + n + UNROLL > capacity) {  // this line begins the next block
+          cursor = before;
+          last = line;
+          starts[(last - first) * from.bins()] = static_cast<int32_t>(line_start);
+          return;
+        }
+        starts[bin] = static_cast<int32_t>(start);
+        start = put_bin(start, n, [=](int64_t i) { return payload(rank + i); }, out);
+      }
+    }
+    starts[bin] = static_cast<int32_t>(start);
+  }
+
+  // The `n` entries from `start` on, whose channels are there: bytes in place of channels, what each holds, and what fills
+  // the bin up; returns where the next bin starts.
+  template <class Payload, class Out>
+  int64_t put_bin(int64_t start, int64_t n, Payload payload, Out* out) {
+    Out* const mine = out + start;
+    for (int64_t i = 0; i < n; ++i) mine[i] = payload(i);
+    if (channel_bytes != 1)
+      for (int64_t i = 0; i < n; ++i) offsets[start + i] *= static_cast<int32_t>(channel_bytes);
+    const int64_t end = round_to_four(start + n);
+    clear(start + n, end, out);
+    return end;
+  }
+
+  // Plain columns: the bits of 64 rows at a time are turned, and the columns take the values of a row in turn.
+  template <class Payload, class Out>
+  void fill_turned(Payload payload, Out* out) {
+    for (int64_t row = 0; row < from.rows; row += 64) read_rows(row, std::min(from.rows, row + 64));
+    int64_t start = 0, bin = 0, line = first;
+    const int64_t words = (from.rows + 63) / 64, chunk_words = from.chunk_channels / 64;
+    for (; line < last; ++line) {
+      int64_t count = from.chunks * (UNROLL - 1);
+      for (int64_t word = 0; word < words; ++word) count += __builtin_popcountll(bits[word * 64 + line - first]);
+      if (start + count + OVERRUN > capacity && line > first) break;  // this line begins the next block
+      for (int64_t chunk = 0; chunk < from.chunks; ++chunk, ++bin) {
+        int32_t* const channels = offsets + start;
+        int32_t* end = channels;
+        for (int64_t word = chunk * chunk_words; word < std::min(words, (chunk + 1) * chunk_words); ++word)
+          end = put_word(end, bits[word * 64 + line - first], static_cast<int32_t>(word * 64));
+        starts[bin] = static_cast<int32_t>(start);
+        start = put_bin(start, end - channels, [=](int64_t i) { return payload(next_of[channels[i]]++); }, out);
+      }
+    }
+    last = line;
+    starts[bin] = static_cast<int32_t>(start);
+    for (int64_t row = 0; row < from.rows; ++row) cursors[row] = {row * from.row_length + last, 0, next_of[row]};
+  }
+
+  // The bits of rows [row, end) in the lines of the block, turned.
+  void read_rows(int64_t row, int64_t end) {
+    uint64_t words[64] = {};
+    for (int64_t i = 0; row + i < end; ++i) {
+      const int64_t origin = (row + i) * from.row_length;
+      next_of[row + i] = cursors[row + i].rank;
+      words[i] = bits_at(from.index, origin + first, origin + last);
+    }
+    transpose_bits(words);
+    std::copy(words, words + 64, bits + row);
   }
 
   // How many nonzeros of each group a chunk of a line has, in fields; of gaps, the `n` that were found are looked at.

@@ -100,6 +100,27 @@ inline void put_places(int32_t* out, int byte, int32_t first) {
 #endif
 }
 
+// The places of a word's set bits; returns where the next are to be written.
+inline int32_t* put_word(int32_t* out, uint64_t word, int32_t first) {
+  for (int byte = 0; byte < 8; ++byte, word >>= 8, first += 8) {
+    put_places(out, word & 255, first);
+    out += __builtin_popcountll(word & 255);
+  }
+  return out;
+}
+
+// Bit j of word i becomes bit i of word j.
+inline void transpose_bits(uint64_t (&words)[64]) {
+  uint64_t mask = UINT32_MAX;
+  for (int half = 32; half; half /= 2, mask ^= mask << half)
+    for (int block = 0; block < 64; block += 2 * half)
+      for (int i = block; i < block + half; ++i) {
+        const uint64_t changed = ((words[i] >> half) ^ words[i + half]) & mask;
+        words[i] ^= changed << half;
+        words[i + half] ^= changed;
+      }
+}
+
 // counters[i] += bit i.
 inline void add_bits(int32_t* counters, int byte) {
 #if defined(__AVX2__)

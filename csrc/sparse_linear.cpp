@@ -9,15 +9,21 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 16384;  // entries decoded at a time: each time the tokens are turned again
+constexpr int64_t BLOCK = 16384;  // entries decoded at a time: each time the tokens are turned again, if they are many
+constexpr int64_t ENTRIES = 16;   // of a line in a chunk of the channels: fewer do not pay for a loop of their own
 
 struct Shape {
   int64_t tokens, channels, lines;  // channels are read, lines are written
+  int64_t sparsity;                 // a nonzero in so many places
   int64_t tiles() const { return divide_up(tokens, TILE_VECTORS * LANES); }
   int64_t vectors() const { return divide_up(divide_up(tokens, std::max<int64_t>(1, tiles())), LANES); }
   int64_t width() const { return std::max<int64_t>(1, vectors()) * LANES; }  // tokens of a tile
-  int64_t chunks() const { return divide_up(std::max<int64_t>(1, channels), std::max<int64_t>(1, CACHE_BYTES / (width() * 4))); }
-  int64_t chunk_channels() const { return divide_up(channels, chunks()); }
+  // Channels whose tokens fit the nearest cache, or more where nonzeros are few: whole words of the index.
+  int64_t chunk_channels() const {
+    const int64_t wanted = std::max(CACHE_BYTES / (width() * 4), ENTRIES * sparsity);
+    return round_up(std::max<int64_t>(1, std::min(channels, wanted)), 64);
+  }
+  int64_t chunks() const { return divide_up(std::max<int64_t>(1, channels), chunk_channels()); }
 };
 
 // What Python passes: rows and width of the weight, and how many nonzeros it has.
@@ -35,7 +41,7 @@ struct Workspace {
   float *lines, *sums;
   Workspace(const Shape& shape, const Nonzeros& nonzeros, int threads, Arena& arena)
       : source(arena.take<float>((shape.channels + 1) * shape.width())),
-        blocks(nonzeros, shape.width() * 4, divide_up(shape.lines, threads), BLOCK, arena) {
+        blocks(nonzeros, 1, divide_up(shape.lines, threads), BLOCK, arena) {
     lines = arena.take<float>(blocks.height() * shape.width());
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : 0);
     if (!arena.base) return;
@@ -76,8 +82,9 @@ void each_tile(const Shape& shape, Workspace& space, Range lines, int code, Addr
       with_form(shape, [&](auto form) {
         for (int64_t t = 0; t < shape.tokens; t += shape.width()) {
           const Range tokens{t, std::min(shape.tokens, t + shape.width())};
-          transpose(at<decltype(tag)>(x) + t * shape.channels, shape.channels, tokens.end - t, shape.channels,
-                    space.source, shape.width());
+          if (shape.tiles() > 1 || space.blocks.first == lines.begin)  // the tokens of one tile stay
+            transpose(at<decltype(tag)>(x) + t * shape.channels, shape.channels, tokens.end - t, shape.channels,
+                      space.source, shape.width());
           body(form, tag, tokens);
         }
       });
@@ -96,7 +103,7 @@ void multiply_lines(const Workspace& space, int64_t chunks, const float* bias) {
     for (int64_t line = blocks.first; line < blocks.last; ++line, starts += chunks, out += LANES * NV) {
       Vector sum[NV] = {};
       int64_t entry = starts[0];
-      accumulate(sum, blocks, entry, starts[1], base);
+      accumulate<LANES * NV * 4>(sum, blocks, entry, starts[1], base);
       if (chunk) add_tile(sum, out);  // chunks are summed apart: the rounding of millions of terms would add up
       if (bias && chunk + 1 == chunks) add_to_tile(sum, bias[line]);
       keep_tile(sum, out);
@@ -115,13 +122,14 @@ void dot_lines(const Workspace& space, int64_t chunks) {
     for (int64_t line = blocks.first; line < blocks.last; ++line, starts += chunks, gradient += LANES * NV) {
       Vector whole[NV];
       load_tile(whole, gradient);
-      dot(whole, blocks.offsets, starts[0], starts[1], base, space.sums);
+      dot<LANES * NV * 4>(whole, blocks.offsets, starts[0], starts[1], base, space.sums);
     }
   }
 }
 
 Shape shape_of(const Weight& weight, int64_t tokens, bool transposed) {
-  return {tokens, transposed ? weight.rows : weight.width, transposed ? weight.width : weight.rows};
+  return {tokens, transposed ? weight.rows : weight.width, transposed ? weight.width : weight.rows,
+          weight.rows * weight.width / std::max<int64_t>(1, weight.count)};
 }
 
 int64_t multiply_scratch(int64_t tokens, int64_t rows, int64_t width, int64_t count, bool transposed, bool ranked,
@@ -177,8 +185,13 @@ void weight_gradient(int64_t tokens, int64_t rows, int64_t width, Address x, Add
     };
     const auto end = [&] {
       with_storage(gradient_code, [&](auto tag) {
-        for (int64_t e = 0; e < blocks.entries(); ++e)
-          if (blocks.ranks[e] >= 0) put(at<decltype(tag)>(gradient) + blocks.ranks[e], space.sums[e], accumulate);
+        const auto out = at<decltype(tag)>(gradient);
+        for (int64_t bin = 0; bin < (blocks.last - blocks.first) * shape.chunks(); ++bin) {
+          const int64_t begin = blocks.starts[bin], rank = blocks.ranks[begin];
+          int64_t end = blocks.starts[bin + 1];
+          while (end > begin && blocks.ranks[end - 1] < 0) --end;
+          for (int64_t e = begin; e < end; ++e) put(out + rank + e - begin, space.sums[e], accumulate);
+        }
       });
     };
     each_tile(shape, space, part(shape.lines, threads, thread), code, x, begin, body, end);

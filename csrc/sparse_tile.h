@@ -77,9 +77,9 @@ ALWAYS_INLINE void add_scaled(Vector (&sum)[NV], Vector weight, const Unaligned*
 }
 
 // Adds the entries [entry, end) and moves `entry` to the end. Loads limit this loop, not arithmetic: four weights come
-// in one, and four offsets in two. A tile of few vectors has its sums in up to four sets: a multiply-add waits for the
+// in one, and four offsets, in units of STEP bytes, in two. A tile of few vectors has its sums in up to four sets: a multiply-add waits for the
 // last one of its own sum, and eight sums are what keeps the machine busy.
-template <int NV>
+template <int STEP = 1, int NV>
 ALWAYS_INLINE void accumulate(Vector (&sum)[NV], const Blocks& blocks, int64_t& entry, int64_t end, const char* base) {
   constexpr int SETS = NV > 4 ? 1 : NV > 2 ? 2 : 4;
   const int32_t* offsets = blocks.offsets;
@@ -90,10 +90,10 @@ ALWAYS_INLINE void accumulate(Vector (&sum)[NV], const Blocks& blocks, int64_t& 
     std::memcpy(&near, offsets + entry, 8);
     std::memcpy(&far, offsets + entry + 2, 8);
     const Vector four = load_repeated(weights + entry);
-    add_scaled(sum, spread_in_quarters<0>(four), source_at(base, near & UINT32_MAX));
-    add_scaled(SETS > 1 ? more[1 % SETS] : sum, spread_in_quarters<1>(four), source_at(base, near >> 32));
-    add_scaled(SETS > 2 ? more[2 % SETS] : sum, spread_in_quarters<2>(four), source_at(base, far & UINT32_MAX));
-    add_scaled(SETS > 1 ? more[3 % SETS] : sum, spread_in_quarters<3>(four), source_at(base, far >> 32));
+    add_scaled(sum, spread_in_quarters<0>(four), source_at(base, (near & UINT32_MAX) * STEP));
+    add_scaled(SETS > 1 ? more[1 % SETS] : sum, spread_in_quarters<1>(four), source_at(base, (near >> 32) * STEP));
+    add_scaled(SETS > 2 ? more[2 % SETS] : sum, spread_in_quarters<2>(four), source_at(base, (far & UINT32_MAX) * STEP));
+    add_scaled(SETS > 1 ? more[3 % SETS] : sum, spread_in_quarters<3>(four), source_at(base, (far >> 32) * STEP));
   }
 #pragma GCC unroll 4
   for (int set = 1; set < SETS; ++set) {
@@ -182,18 +182,18 @@ ALWAYS_INLINE Vector multiply_sum(const Vector (&tile)[NV], const Unaligned* sou
 }
 
 // sums[e] += the product of a tile with the source at offsets[e], summed over the pixels, for e in [entry, end).
-template <int NV>
+template <int STEP = 1, int NV>
 ALWAYS_INLINE void dot(const Vector (&tile)[NV], const int32_t* offsets, int64_t entry, int64_t end, const char* base,
                   float* sums) {
   for (; entry < end; entry += UNROLL) {
     uint64_t near, far;
     std::memcpy(&near, offsets + entry, 8);
     std::memcpy(&far, offsets + entry + 2, 8);
-    const Vector first = multiply_sum(tile, source_at(base, near & UINT32_MAX));
-    const Vector second = multiply_sum(tile, source_at(base, near >> 32));
+    const Vector first = multiply_sum(tile, source_at(base, (near & UINT32_MAX) * STEP));
+    const Vector second = multiply_sum(tile, source_at(base, (near >> 32) * STEP));
     const Vector low = add_apart(first, second);
-    const Vector third = multiply_sum(tile, source_at(base, far & UINT32_MAX));
-    const Vector fourth = multiply_sum(tile, source_at(base, far >> 32));
+    const Vector third = multiply_sum(tile, source_at(base, (far & UINT32_MAX) * STEP));
+    const Vector fourth = multiply_sum(tile, source_at(base, (far >> 32) * STEP));
     const Vector high = add_apart(third, fourth);
     const Vector each = lower_pairs(low, high) + upper_pairs(low, high);  // every quarter has a part of the four sums
     Quarter sum;
