@@ -22,7 +22,7 @@ from ..models.dynamicconv import Settings
 from ..training.interrupts import Interrupted, Interrupts
 from .data import VARIABLE, find_data, fingerprint
 from .jobs import LEASE_SECONDS, Claim, Store, worker_name
-from .plans import model_of, size_of
+from .plans import lr_multiplier, model_of, size_of
 from .study import Row, Scale, Study
 
 Job = dict[str, Any]
@@ -49,7 +49,7 @@ def training_jobs(study: Study, row: Row, scale: Scale, root: str | None) -> lis
     kind = "fidelity" if study.quality == "cosine" else "train"
     settings = {key: value for key, value in _deciding(row).items() if key not in scale.untrained}
     job = {"kind": kind, **_step(study, row, scale), "settings": settings, "data": data, **length}
-    job |= {"held_out": study.tuning, "schedule": scale.schedule}
+    job |= {"held_out": study.tuning, "schedule": scale.schedule, "lr_multiplier": lr_multiplier(job)}
     return [job | {"seed": seed} for seed in row.seeds or scale.seeds]
 
 

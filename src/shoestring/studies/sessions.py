@@ -12,7 +12,7 @@ from ..models.dynamicconv import Settings
 from ..task import Task
 from ..training.job import CrossEntropy, Job, Session, image_job, pair_job, scaled
 from .jobs import size
-from .plans import lr_multiplier, plan_of
+from .plans import plan_of
 
 HELD_OUT = 5_000  # images on which hyperparameters are tuned: 45,000 are left to train on
 
@@ -48,4 +48,4 @@ def _translation(job: dict[str, Any], folder: Path) -> Job:
 
 def _tuned(task: Task, job: dict[str, Any]) -> Task:
     """The task at the learning rate that was found best for its network and sparsity."""
-    return scaled(task, lr_multiplier(job))
+    return scaled(task, job["lr_multiplier"])

@@ -15,7 +15,7 @@ from ..runs.log import Log
 from ..training.interrupts import Interrupted
 from .data import find_data
 from .jobs import size
-from .plans import lr_multiplier, plan_of
+from .plans import plan_of
 
 PROBES = 5  # steps at which a fidelity job compares gradients
 
@@ -79,7 +79,6 @@ def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         "updates": record.updates,
         "seconds": record.seconds,
         "environment": record.environment | {"cpu_model": cpu_model()},
-        "lr_multiplier": lr_multiplier(job),
     }
 
 
