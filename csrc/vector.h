@@ -36,11 +36,13 @@ inline To bits_of(const From& value) {
   return result;
 }
 
+inline IntVector is_nan(Vector v) { return v != v; }
+
 // Rounds to nearest even; a NaN keeps its upper bits and is made quiet.
 inline BitVector bfloat_bits(BitVector x) {
   const BitVector rounded = (x + 0x7fffu + ((x >> 16) & 1u)) >> 16;
   const BitVector quiet = (x >> 16) | 0x40u;
-  return (x & 0x7fffffffu) > 0x7f800000u ? quiet : rounded;
+  return is_nan(bits_of<Vector>(x)) ? quiet : rounded;
 }
 
 // FP16 by its bits, for machines that do not convert it, or whose compilers do so one by one. A NaN is made quiet.
@@ -62,31 +64,73 @@ inline BitVector float_to_half(BitVector x) {
 }
 
 inline Vector square_root(Vector v) {
-  float roots[LANES];
-  std::memcpy(roots, &v, sizeof v);
-  for (int i = 0; i < LANES; ++i) roots[i] = std::sqrt(roots[i]);
-  std::memcpy(&v, roots, sizeof v);
+  for (int i = 0; i < LANES; ++i) v[i] = std::sqrt(v[i]);
   return v;
 }
+
+// Integers of 8 and 16 bits: widened, and narrowed, which they must fit. One to four instructions, where the compiler
+// makes six to thirty of the general form.
+#if defined(__AVX512F__) && CORE_LANES == 16
+inline BitVector widened(const uint16_t* p) {
+  return bits_of<BitVector>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
+}
+inline IntVector widened(const int8_t* p) {
+  return bits_of<IntVector>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline IntVector widened(const uint8_t* p) {
+  return bits_of<IntVector>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+#elif defined(__AVX2__) && CORE_LANES == 8
+inline BitVector widened(const uint16_t* p) {
+  return bits_of<BitVector>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+inline IntVector widened(const int8_t* p) {
+  return bits_of<IntVector>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline IntVector widened(const uint8_t* p) {
+  return bits_of<IntVector>(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+#else
+inline BitVector widened(const uint16_t* p) {
+  HalfVector h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, BitVector);
+}
+template <class Byte>
+inline IntVector widened(const Byte* p) {
+  IntVector v;
+  for (int i = 0; i < LANES; ++i) v[i] = p[i];
+  return v;
+}
+#endif
+#if defined(__AVX2__) && CORE_LANES == 8
+inline __m128i lower_half(IntVector v) { return _mm256_castsi256_si128(bits_of<__m256i>(v)); }
+inline __m128i upper_half(IntVector v) { return _mm256_extracti128_si256(bits_of<__m256i>(v), 1); }
+inline void store_narrow(uint16_t* p, IntVector v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi32(lower_half(v), upper_half(v)));
+}
+inline void store_narrow(int8_t* p, IntVector v) {
+  const __m128i words = _mm_packs_epi32(lower_half(v), upper_half(v));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi16(words, words));
+}
+inline void store_narrow(uint8_t* p, IntVector v) {
+  const __m128i words = _mm_packs_epi32(lower_half(v), upper_half(v));
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
+}
+#else
+template <class Narrow>
+inline void store_narrow(Narrow* p, IntVector v) {
+  typedef Narrow Few __attribute__((vector_size(sizeof(Narrow) * LANES)));
+  const Few few = __builtin_convertvector(v, Few);
+  std::memcpy(p, &few, sizeof few);
+}
+#endif
 
 inline Vector load(const float* p) { Vector v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Vector v) { std::memcpy(p, &v, sizeof v); }
 
-inline Vector load(const Bfloat* p) {
-  HalfVector h;
-  std::memcpy(&h, p, sizeof h);
-  return bits_of<Vector>(__builtin_convertvector(h, BitVector) << 16);
-}
-inline void store_lower(Bfloat* p, BitVector b) {  // the lower halves, the upper being zero
-#if defined(__AVX2__) && CORE_LANES == 8  // one instruction where the general form takes six
-  const __m256i wide = bits_of<__m256i>(b);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
-#else
-  const HalfVector h = __builtin_convertvector(b, HalfVector);
-  std::memcpy(p, &h, sizeof h);
-#endif
-}
+inline Vector load(const Bfloat* p) { return bits_of<Vector>(widened(&p->bits) << 16); }
+inline void store_lower(Bfloat* p, BitVector b) { store_narrow(&p->bits, bits_of<IntVector>(b)); }  // the lower halves
 inline void store(Bfloat* p, Vector v) { store_lower(p, bfloat_bits(bits_of<BitVector>(v))); }
 
 #if defined(__AVX512F__) && CORE_LANES == 16
@@ -100,14 +144,9 @@ inline void store(Half* p, Vector v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 #else
-inline Vector load(const Half* p) {
-  HalfVector h;
-  std::memcpy(&h, p, sizeof h);
-  return bits_of<Vector>(half_to_float(__builtin_convertvector(h, BitVector)));
-}
+inline Vector load(const Half* p) { return bits_of<Vector>(half_to_float(widened(&p->bits))); }
 inline void store(Half* p, Vector v) {
-  const HalfVector h = __builtin_convertvector(float_to_half(bits_of<BitVector>(v)), HalfVector);
-  std::memcpy(p, &h, sizeof h);
+  store_narrow(&p->bits, bits_of<IntVector>(float_to_half(bits_of<BitVector>(v))));
 }
 #endif
 
