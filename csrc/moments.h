@@ -3,7 +3,7 @@
 //
 // 8 bits hold the fourth root: value = scale * (q / 127)^4, with its sign, or scale * (q / 255)^4 where all values
 // are positive; so the spacing is 3% (1.6%) of the largest value of a block and shrinks with the value. Rounding is
-// to nearest, or, with `noise` (16 random bits an element), up or down by chance such that the mean is right.
+// to nearest, or, with 16 random bits an element, up or down by chance such that the mean is right.
 #pragma once
 #include <algorithm>
 #include <cfloat>
@@ -12,8 +12,14 @@
 #include "threefry.h"
 #include "vector.h"
 
-constexpr int64_t BLOCK = 256;
+constexpr int64_t BLOCK = 256, PARTS = 8, PART = BLOCK / PARTS;
 enum Storage { FP32 = 0, FP16 = 1, BF16 = 2, SIGNED = 3, UNSIGNED = 4 };  // the codes of kernels/update.py
+
+struct Signed { int8_t code; };
+struct Unsigned { uint8_t code; };
+
+template <class Code>
+constexpr bool HAS_SIGN = std::is_same_v<Code, Signed>;
 
 struct Array {
   void* data;            // null: not there, reads as zeros and is not written
@@ -33,102 +39,98 @@ struct Array {
   }
 };
 
+// -- random bits -----------------------------------------------------------------------------------------------------
+// Those of one block: 32 counters, of which each gives 16 bits to one element of each quarter of the first half, and
+// their complement to one of the second: as random for each, and what rounds the one up rather rounds the other down.
 struct Noise {
   Words key;
   uint32_t stream;
+  int64_t block;
 
-  // 16 bits for each element of a block: those of 64 counters, a quarter of the block from each half of a word.
-  void fill(int64_t block, uint32_t* bits) const {
-    constexpr int64_t QUARTER = BLOCK / 4;
-    constexpr int SIDES = 4;
-    static_assert(QUARTER % (SIDES * LANES) == 0, "whole vectors");
-    BitVector lane;
-    for (int i = 0; i < LANES; ++i) lane[i] = i;
-    for (int64_t i = 0; i < QUARTER; i += SIDES * LANES) {
-      BitVector first[SIDES], second[SIDES];
-      for (int side = 0; side < SIDES; ++side) {
-        first[side] = lane + static_cast<uint32_t>(block * QUARTER + i + side * LANES);
-        second[side] = BitVector{} + stream;
-      }
-      threefry(key, first, second);
-      for (int side = 0; side < SIDES; ++side) {
-        const BitVector a = first[side], b = second[side], halves[4] = {a & 0xffffu, a >> 16, b & 0xffffu, b >> 16};
-        uint32_t* to = bits + i + side * LANES;
-        for (int part = 0; part < 4; ++part) std::memcpy(to + part * QUARTER, &halves[part], sizeof a);
-      }
-    }
+  void draw(int64_t i, BitVector (&bits)[PARTS]) const {
+    BitVector first[1], second[1] = {BitVector{} + stream};
+    for (int lane = 0; lane < LANES; ++lane) first[0][lane] = lane;
+    first[0] += static_cast<uint32_t>(block * PART + i);
+    threefry(key, first, second);
+    bits[0] = first[0] & 0xffffu, bits[1] = first[0] >> 16, bits[2] = second[0] & 0xffffu, bits[3] = second[0] >> 16;
+    for (int part = 0; part < PARTS / 2; ++part) bits[PARTS / 2 + part] = bits[part] ^ 0xffffu;
   }
 };
 
-// The largest magnitude, NaN above all: magnitudes are ordered as their bits are.
-inline float largest(const float* values) {
-  IntVector top{};
-  for (int64_t i = 0; i < BLOCK; i += LANES) {
-    const IntVector bits = bits_of<IntVector>(load(values + i)) & 0x7fffffff;
-    top = bits > top ? bits : top;
+// body(i, bits) for every LANES elements of a block, from i on; bits are zero unless BY_CHANCE.
+template <bool BY_CHANCE, class Body>
+ALWAYS_INLINE void each_vector(const Noise& noise, Body body) {
+  if constexpr (!BY_CHANCE) {
+    for (int64_t i = 0; i < BLOCK; i += LANES) body(i, BitVector{});
+  } else {
+    for (int64_t i = 0; i < PART; i += LANES) {
+      BitVector bits[PARTS];
+      noise.draw(i, bits);
+#pragma GCC unroll 8
+      for (int part = 0; part < PARTS; ++part) body(i + part * PART, bits[part]);
+    }
   }
-  int32_t most = 0;
-  for (int i = 0; i < LANES; ++i) most = top[i] > most ? top[i] : most;
-  return bits_of<float>(most);
 }
 
 // -- reading ---------------------------------------------------------------------------------------------------------
-template <class T>
-inline const float* widen_block(const T* p, float scale, float* out) {
-  for (int64_t i = 0; i < BLOCK; i += LANES) store(out + i, load(p + i) * scale);
-  return out;
+inline Vector magnitude(Vector v) { return bits_of<Vector>(bits_of<BitVector>(v) & 0x7fffffffu); }
+
+inline Vector load(const Signed* p) {
+  const Vector root = __builtin_convertvector(widened(&p->code), Vector) * (1 / 127.0f);
+  return root * root * (root * magnitude(root));
+}
+inline Vector load(const Unsigned* p) {
+  const Vector root = __builtin_convertvector(widened(&p->code), Vector) * (1 / 255.0f), square = root * root;
+  return square * square;
 }
 
 template <class T>
-inline const float* decode_block(const T* p, float scale, float* out) {
-  constexpr float LEVELS = static_cast<T>(-1) < 0 ? 127 : 255;
-  for (int64_t i = 0; i < BLOCK; ++i) {
-    const float root = static_cast<float>(p[i]) * (1 / LEVELS), square = root * root;
-    out[i] = scale * square * (root * std::fabs(root));
-  }
+inline const float* widen_block(const void* data, float scale, float* out) {
+  for (int64_t i = 0; i < BLOCK; i += LANES) store(out + i, load(static_cast<const T*>(data) + i) * scale);
   return out;
 }
 
 // A block's values: where they are if that is FP32, else in `room`.
 inline const float* widen(const Array& block, float* room) {
-  const void* data = block.data;
-  if (!data) return std::fill(room, room + BLOCK, 0.0f), room;
+  alignas(64) static const float ZEROS[BLOCK] = {};
+  if (!block.data) return ZEROS;
   switch (block.storage) {
-    case FP16: return widen_block(static_cast<const Half*>(data), block.old_scale, room);
-    case BF16: return widen_block(static_cast<const Bfloat*>(data), 1, room);
-    case SIGNED: return decode_block(static_cast<const int8_t*>(data), *block.scales, room);
-    case UNSIGNED: return decode_block(static_cast<const uint8_t*>(data), *block.scales, room);
-    default: return static_cast<const float*>(data);
+    case FP16: return widen_block<Half>(block.data, block.old_scale, room);
+    case BF16: return widen_block<Bfloat>(block.data, 1, room);
+    case SIGNED: return widen_block<Signed>(block.data, *block.scales, room);
+    case UNSIGNED: return widen_block<Unsigned>(block.data, *block.scales, room);
+    default: return static_cast<const float*>(block.data);
   }
 }
 
 // -- writing ---------------------------------------------------------------------------------------------------------
 // Random bits are added below the last bit that is kept, and what is below it is dropped. A NaN has no place for them.
 template <int DROPPED>
-inline BitVector dither(const float* values, const uint32_t* noise) {
-  BitVector bits, random;
-  std::memcpy(&bits, values, sizeof bits);
-  std::memcpy(&random, noise, sizeof random);
-  const BitVector up = bits + (random >> (16 - DROPPED));
-  return ((bits & 0x7fffffffu) > 0x7f800000u ? bits | 0x400000u : up) & ~((1u << DROPPED) - 1);
+inline BitVector dither(Vector v, BitVector random) {
+  const BitVector bits = bits_of<BitVector>(v), up = bits + (random >> (16 - DROPPED));
+  return (is_nan(v) ? bits | 0x400000u : up) & ~((1u << DROPPED) - 1);
 }
-inline void dither_block(Half* p, const float* in, const uint32_t* noise) {
-  for (int64_t i = 0; i < BLOCK; i += LANES) store(p + i, bits_of<Vector>(dither<13>(in + i, noise + i)));
-}
-inline void dither_block(Bfloat* p, const float* in, const uint32_t* noise) {
-  for (int64_t i = 0; i < BLOCK; i += LANES) store_lower(p + i, dither<16>(in + i, noise + i) >> 16);
-}
+inline void store(float* p, Vector v, BitVector) { store(p, v); }
+inline void store(Half* p, Vector v, BitVector random) { store(p, bits_of<Vector>(dither<13>(v, random))); }
+inline void store(Bfloat* p, Vector v, BitVector random) { store_lower(p, dither<16>(v, random) >> 16); }
 
-template <class T>
-inline void narrow_block(T* p, const float* in, const uint32_t* noise) {
-  if constexpr (sizeof(T) == 2) {
-    if (noise) return dither_block(p, in, noise);
+// The largest so far of each lane, of numbers without sign, as bits: they are ordered as numbers are, NaN above all.
+struct Peak {
+  BitVector top{};
+
+  void see(Vector v) {
+    const BitVector bits = bits_of<BitVector>(v);
+    top = bits > top ? bits : top;
   }
-  for (int64_t i = 0; i < BLOCK; i += LANES) store(p + i, load(in + i));
-}
+  uint32_t bits() const {
+    uint32_t most = 0;
+    for (int i = 0; i < LANES; ++i) most = std::max(most, top[i]);
+    return most;
+  }
+};
 
 // x^(1/4), to 1e-7, of what is not negative. q is x^(-1/4) to 3%, by its bits, and the root is x q^3 (x q^4)^(-3/4), whose
-// last factor is 1 + off slope. Two square roots would take longer.
+// last factor is 1 + off slope.
 inline Vector fourth_root(Vector x) {
   const Vector q = bits_of<Vector>(0x4f584000 - (bits_of<IntVector>(x) >> 2)), square = q * q, part = x * square;
   const Vector off = part * square - 1, off2 = off * off, root = part * q;
@@ -137,41 +139,97 @@ inline Vector fourth_root(Vector x) {
   return root * off * slope + root;
 }
 
-template <class T>
-inline void encode_block(T* p, float* scale, const float* in, const uint32_t* noise) {
-  constexpr bool SIGN = static_cast<T>(-1) < 0;
-  constexpr float LEVELS = SIGN ? 127 : 255 * (1 - 0x1p-22f);  // with the noise it does not reach 256
-  const float top = largest(in), inverse = 1 / top;
-  *scale = top < FLT_MIN ? 0 : top;
-  if (top < FLT_MIN || !std::isfinite(top)) return std::fill(p, p + BLOCK, T{});
-  alignas(64) int32_t codes[BLOCK];
-  for (int64_t i = 0; i < BLOCK; i += LANES) {
-    const IntVector bits = bits_of<IntVector>(load(in + i)), sign = SIGN ? bits & INT32_MIN : IntVector{};
-    const Vector ratio = bits_of<Vector>(bits ^ sign) * inverse;
-    IntVector random = IntVector{} + (1 << 15);
-    if (noise) std::memcpy(&random, noise + i, sizeof random);
-    const Vector code = fourth_root(ratio) * LEVELS + __builtin_convertvector(random, Vector) * 0x1p-16f;
-    IntVector whole = __builtin_convertvector(bits_of<Vector>(bits_of<IntVector>(code) | sign), IntVector);
-    // What is not zero does not become zero where there is no sign: a second moment of zero would divide by nothing.
-    if (!SIGN) whole = whole > -(ratio > 0.0f) ? whole : -(ratio > 0.0f);
-    std::memcpy(codes + i, &whole, sizeof whole);
-  }
-  for (int64_t i = 0; i < BLOCK; ++i) p[i] = static_cast<T>(codes[i]);
+// Numbers between -1 and 1 -> their codes. Two square roots take longer than the multiplications of fourth_root, but go
+// on beside them: Adam's two moments are encoded in one loop, each in one of the two ways.
+inline IntVector encode(Signed, Vector ratio, Vector chance) {
+  const BitVector sign = bits_of<BitVector>(ratio) & 0x80000000u;
+  const Vector code = fourth_root(magnitude(ratio)) * 127 + chance;
+  return __builtin_convertvector(bits_of<Vector>(bits_of<BitVector>(code) | sign), IntVector);
+}
+inline IntVector encode(Unsigned, Vector ratio, Vector chance) {
+  constexpr float MOST = 255 * (1 - 0x1p-22f);  // with the chance it does not reach 256
+  const IntVector code = __builtin_convertvector(square_root(square_root(ratio)) * MOST + chance, IntVector);
+  // What is not zero does not become zero: a second moment of zero would divide by nothing.
+  const IntVector bits = bits_of<IntVector>(ratio), least = bits < 1 ? bits : IntVector{} + 1;
+  return code > least ? code : least;
 }
 
-// Writes a block's values, which change on their way; FP32 ones may be in their place already.
-inline void narrow(const Array& block, float* values, const uint32_t* noise) {
-  void* data = block.data;
-  if (!data || data == values) return;
-  if (block.one_scale()) {
-    const float inverse = 1 / block.new_scale;  // exactly: a power of two
-    for (int64_t i = 0; i < BLOCK; i += LANES) store(values + i, load(values + i) * inverse);
-  }
-  switch (block.storage) {
-    case FP32: return narrow_block(static_cast<float*>(data), values, nullptr);
-    case FP16: return narrow_block(static_cast<Half*>(data), values, noise);
-    case BF16: return narrow_block(static_cast<Bfloat*>(data), values, noise);
-    case SIGNED: return encode_block(static_cast<int8_t*>(data), block.scales, values, noise);
-    case UNSIGNED: return encode_block(static_cast<uint8_t*>(data), block.scales, values, noise);
-  }
+// Writes a weight's values, if they are not in their place already.
+inline void narrow(const Array& block, const float* values, const Noise& noise) {
+  if (block.storage == FP16)
+    for (int64_t i = 0; i < BLOCK; i += LANES) store(static_cast<Half*>(block.data) + i, load(values + i));
+  if (block.storage == BF16)
+    each_vector<true>(noise, [&](int64_t i, BitVector random) {
+      store(static_cast<Bfloat*>(block.data) + i, load(values + i), random);
+    });
 }
+
+// -- a block of a moment, stored as T --------------------------------------------------------------------------------
+// In 16 or 32 bits: values are written as soon as they are new; into `room` if they are not kept.
+template <class T, bool BY_CHANCE>
+struct Moment {
+  static constexpr bool WAITS = false, SCALED = std::is_same_v<T, Half>;
+  const T* from;
+  T* to;
+  float scale, inverse;  // exact: a power of two
+
+  Moment(const Array& block, float* room, bool kept)
+      : from(static_cast<const T*>(block.data)), to(kept ? static_cast<T*>(block.data) : reinterpret_cast<T*>(room)),
+        scale(block.old_scale), inverse(1 / block.new_scale) {}
+
+  Vector read(int64_t i) const { return SCALED ? load(from + i) * scale : load(from + i); }
+  void write(int64_t i, Vector v, BitVector random) const {
+    if (SCALED) v *= inverse;
+    BY_CHANCE ? store(to + i, v, random) : store(to + i, v);
+  }
+};
+
+// In 8 bits: new values wait in `room` until the largest is known.
+template <class Code, bool BY_CHANCE>
+struct CodedMoment {
+  static constexpr bool WAITS = true;
+  Code* codes;
+  float *scales, *room, scale, inverse;
+  Peak peak;
+
+  CodedMoment(const Array& block, float* room, bool)
+      : codes(static_cast<Code*>(block.data)), scales(block.scales), room(room), scale(*scales) {}
+
+  Vector read(int64_t i) const { return load(codes + i) * scale; }
+  void write(int64_t i, Vector v, BitVector) {
+    store(room + i, v);
+    peak.see(HAS_SIGN<Code> ? magnitude(v) : v);
+  }
+
+  void choose_scale() {
+    const float top = bits_of<float>(peak.bits());
+    const bool finite = std::isfinite(top), small = top < FLT_MIN;
+    *scales = small ? 0 : top;
+    inverse = small || !finite ? 0 : 1 / top;
+    if (!finite) std::fill(room, room + BLOCK, 0.0f);  // the scale says enough
+  }
+  void encode(int64_t i, BitVector random) const {
+    const Vector chance = __builtin_convertvector(bits_of<IntVector>(random), Vector) * 0x1p-16f;
+    store_narrow(&codes[i].code, ::encode(Code{}, load(room + i) * inverse, BY_CHANCE ? chance : broadcast(0.5f)));
+  }
+};
+template <bool BY_CHANCE>
+struct Moment<Signed, BY_CHANCE> : CodedMoment<Signed, BY_CHANCE> {
+  using CodedMoment<Signed, BY_CHANCE>::CodedMoment;
+};
+template <bool BY_CHANCE>
+struct Moment<Unsigned, BY_CHANCE> : CodedMoment<Unsigned, BY_CHANCE> {
+  using CodedMoment<Unsigned, BY_CHANCE>::CodedMoment;
+};
+
+// One that is not there reads as zeros.
+struct None {};
+template <bool BY_CHANCE>
+struct Moment<None, BY_CHANCE> {
+  static constexpr bool WAITS = false;
+  Moment(const Array&, float*, bool) {}
+  Vector read(int64_t) const { return Vector{}; }
+  void write(int64_t, Vector, BitVector) const {}
+  void choose_scale() const {}
+  void encode(int64_t, BitVector) const {}
+};

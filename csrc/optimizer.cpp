@@ -1,5 +1,6 @@
 // Updates of one tensor in place: each block of it is widened to FP32, updated, and narrowed again, so that the
-// arithmetic is FP32 whatever the storage, and nothing of the tensor's size is needed beside it.
+// arithmetic is FP32 whatever the storage, and nothing of the tensor's size is needed beside it. Moments are widened
+// and narrowed in registers, by code of its own for each storage; weights and gradients that are not FP32 in a Room.
 #include "core.h"
 #include "moments.h"
 
@@ -7,13 +8,6 @@ namespace {
 
 struct Room {
   alignas(64) float weight[BLOCK], gradient[BLOCK], first[BLOCK], second[BLOCK];
-};
-
-// A block in FP32: where it is in memory, or in a Room.
-struct Block {
-  float* weight;
-  const float* gradient;
-  float *first, *second;
 };
 
 struct Tensors {
@@ -30,18 +24,6 @@ struct Tensors {
     one.first = first.block(number), one.second = second.block(number);
     one.numel = std::min(BLOCK, numel - number * BLOCK);
     return one;
-  }
-
-  // Of one block: values that are only looked at are read where they are; those that change too if they are kept.
-  Block open(Room& room, bool changes) const {
-    const auto opened = [](const Array& array, float* own, bool kept) {
-      const float* values = widen(array, own);
-      if (values != own && !kept) std::copy(values, values + BLOCK, own), values = own;
-      return const_cast<float*>(values);
-    };
-    const bool weights = write_weight || !changes, moments = write_moments || !changes;
-    return {opened(weight, room.weight, weights), widen(gradient, room.gradient), opened(first, room.first, moments),
-            opened(second, room.second, moments)};
   }
 };
 
@@ -64,31 +46,29 @@ void with_block(const Tensors& t, int64_t number, Body body) {
     if (places[i] && i != 1) std::memcpy(places[i], copies[i], arrays[i]->bytes(block.numel));
 }
 
+// LANES elements of each tensor.
+struct Values { Vector weight, gradient, first, second; };
+
 // The gradient that counts: with the loss scale taken out and, unless it is decoupled, the weight decay added.
 struct Gradient {
   float factor, weight_decay;
-  Vector operator()(const Block& b, int64_t i) const {
-    return factor * load(b.gradient + i) + weight_decay * load(b.weight + i);
-  }
+  Vector operator()(const Values& v) const { return factor * v.gradient + weight_decay * v.weight; }
 };
-
-// The moments of LANES elements after an update.
-struct Moments { Vector first, second; };
 
 struct Sgd {
   Gradient gradient;
   float lr, momentum;
   bool nesterov;
 
-  Moments moments(const Block& b, int64_t i, Vector g) const { return {momentum * load(b.first + i) + g, Vector{}}; }
+  void moments(Values& v) const {
+    v.gradient = gradient(v);
+    v.first = momentum * v.first + v.gradient;
+  }
 
-  void operator()(const Block& b) const {
+  void operator()(Values& v) const {
     const float ahead = nesterov ? momentum : 1, now = nesterov ? 1 : 0;
-    for (int64_t i = 0; i < BLOCK; i += LANES) {
-      const Vector g = gradient(b, i), first = moments(b, i, g).first;
-      store(b.weight + i, load(b.weight + i) - lr * (now * g + ahead * first));
-      store(b.first + i, first);
-    }
+    moments(v);
+    v.weight -= lr * (now * v.gradient + ahead * v.first);
   }
 };
 
@@ -98,21 +78,52 @@ struct Adam {
   Gradient gradient;
   float step, kept, gain1, beta2, gain2, eps, correction;  // gain = 1 - beta, which FP32 would not give
 
-  Moments moments(const Block& b, int64_t i, Vector g) const {  // the second as its square
-    const Vector first = load(b.first + i), second = load(b.second + i);
-    return {first + gain1 * (g - first), beta2 * (ROOTED ? second * second : second) + gain2 * (g * g)};
+  void moments(Values& v) const {  // the second as its square
+    const Vector g = gradient(v);
+    v.first += gain1 * (g - v.first);
+    v.second = beta2 * (ROOTED ? v.second * v.second : v.second) + gain2 * (g * g);
   }
 
-  void operator()(const Block& b) const {
-    for (int64_t i = 0; i < BLOCK; i += LANES) {
-      const Moments m = moments(b, i, gradient(b, i));
-      const Vector root = square_root(m.second);
-      store(b.weight + i, kept * load(b.weight + i) - step * m.first / (root * correction + eps));
-      store(b.first + i, m.first);
-      store(b.second + i, ROOTED ? root : m.second);
-    }
+  void operator()(Values& v) const {
+    moments(v);
+    const Vector root = square_root(v.second);
+    v.weight = kept * v.weight - step * v.first / (root * correction + eps);
+    if (ROOTED) v.second = root;
   }
 };
+
+// Which moment is rounded by chance.
+enum Chance { NEITHER, FIRST, SECOND };
+
+// The rule is a copy: the compiler need not fear that a store changes its numbers.
+template <class First, class Second, Chance CHANCE, class Rule>
+void update_block(const Tensors& t, const Rule rule, Words key, int64_t number) {
+  constexpr bool BY_CHANCE = CHANCE != NEITHER, LATER = Moment<First, false>::WAITS;
+  Room room;
+  const float *weight = widen(t.weight, room.weight), *gradient = widen(t.gradient, room.gradient);
+  const bool in_place = t.write_weight && t.weight.storage == FP32;
+  float* new_weight = in_place ? static_cast<float*>(t.weight.data) : room.weight;
+  Moment<First, CHANCE == FIRST> first(t.first, room.first, t.write_moments);
+  Moment<Second, CHANCE == SECOND> second(t.second, room.second, t.write_moments);
+  const Noise noise{key, CHANCE == FIRST ? 2u : 1u, number};
+  each_vector<BY_CHANCE && !LATER>(noise, [&](int64_t i, BitVector random) {
+    Values v{load(weight + i), load(gradient + i), first.read(i), second.read(i)};
+    rule(v);
+    store(new_weight + i, v.weight);
+    first.write(i, v.first, random);
+    second.write(i, v.second, random);
+  });
+  if (t.write_weight) narrow(t.weight, new_weight, Noise{key, 0, number});
+  if constexpr (LATER) {
+    if (!t.write_moments) return;
+    first.choose_scale();
+    second.choose_scale();
+    each_vector<BY_CHANCE>(noise, [&](int64_t i, BitVector random) {
+      first.encode(i, random);
+      second.encode(i, random);
+    });
+  }
+}
 
 // The power of two that brings a tensor's largest value just under 2^15: half of FP16's range.
 float scale_for(float most) {
@@ -122,66 +133,61 @@ float scale_for(float most) {
   return std::ldexp(1.0f, std::max(exponent - 15, -126));
 }
 
-// The largest magnitudes, as bits: they are ordered as those are, NaN above all.
-struct Peaks { IntVector first{}, second{}; };
-
 // The moments are updated once without being written, to learn the largest new values. A root is largest where its
 // square is.
-template <class Rule>
-void choose_scales(Tensors& t, const Rule& rule, bool rooted, int threads) {
-  int32_t first = 0, second = 0;
-#pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large()) reduction(max : first, second)
-  for (int64_t number = 0; number < t.blocks(); ++number) {
-    Peaks peaks;
-    with_block(t, number, [&](const Tensors& block) {
+template <class First, class Second, class Rule>
+void choose_scales(Tensors& t, const Rule rule, int threads) {
+  Tensors read = t;
+  if (!rule.gradient.weight_decay) read.weight.data = nullptr;  // of no influence: not read from memory
+  uint32_t tops[2] = {};
+#pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large()) reduction(max : tops)
+  for (int64_t number = 0; number < t.blocks(); ++number)
+    with_block(read, number, [&](const Tensors& block) {
       Room room;
-      const Block b = block.open(room, false);
+      const float *weight = widen(block.weight, room.weight), *gradient = widen(block.gradient, room.gradient);
+      const Moment<First, false> first(block.first, room.first, false);
+      const Moment<Second, false> second(block.second, room.second, false);
+      Peak firsts, seconds;
       for (int64_t i = 0; i < BLOCK; i += LANES) {
-        const Moments m = rule.moments(b, i, rule.gradient(b, i));
-        const IntVector bits[2] = {bits_of<IntVector>(m.first) & 0x7fffffff, bits_of<IntVector>(m.second) & 0x7fffffff};
-        peaks.first = bits[0] > peaks.first ? bits[0] : peaks.first;
-        peaks.second = bits[1] > peaks.second ? bits[1] : peaks.second;
+        Values v{load(weight + i), load(gradient + i), first.read(i), second.read(i)};
+        rule.moments(v);
+        firsts.see(magnitude(v.first)), seconds.see(v.second);
       }
+      tops[0] = std::max(tops[0], firsts.bits());
+      tops[1] = std::max(tops[1], seconds.bits());
     });
-    for (int i = 0; i < LANES; ++i)
-      first = std::max(first, peaks.first[i]), second = std::max(second, peaks.second[i]);
-  }
-  const float most = bits_of<float>(second);
-  t.first.new_scale = scale_for(bits_of<float>(first));
-  t.second.new_scale = scale_for(rooted ? std::sqrt(most) : most);
+  t.first.new_scale = scale_for(bits_of<float>(tops[0]));
+  t.second.new_scale = scale_for(std::sqrt(bits_of<float>(tops[1])));
 }
 
-template <class Rule>
-void update(Tensors t, const Rule& rule, bool rooted, bool noisy_first, Words key, int threads) {
-  const bool scaled = t.write_moments && (t.first.one_scale() || t.second.one_scale());
-  if (scaled) choose_scales(t, rule, rooted, threads);
-  const bool noisy_weight = t.weight.storage == BF16, noisy_second = t.second.data && t.second.storage != FP32;
+template <class First, class Second, Chance CHANCE, class Rule>
+void update(Tensors t, const Rule& rule, Words key, int threads) {
+  if constexpr (std::is_same_v<First, Half>)
+    if (t.write_moments && t.first.scales) choose_scales<First, Second>(t, rule, threads);
 #pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large())
   for (int64_t number = 0; number < t.blocks(); ++number)
     with_block(t, number, [&](const Tensors& block) {
-      Room room;
-      alignas(64) uint32_t noise[BLOCK];
-      const Block b = block.open(room, true);
-      rule(b);
-      if (t.write_weight) {
-        if (noisy_weight) Noise{key, 0}.fill(number, noise);
-        narrow(block.weight, b.weight, noisy_weight ? noise : nullptr);
-      }
-      if (t.write_moments) {
-        if (noisy_first) Noise{key, 2}.fill(number, noise);
-        narrow(block.first, b.first, noisy_first ? noise : nullptr);
-        if (noisy_second) Noise{key, 1}.fill(number, noise);
-        narrow(block.second, b.second, noisy_second ? noise : nullptr);
-      }
+      update_block<First, Second, CHANCE>(block, rule, key, number);
     });
-  if (scaled && t.first.one_scale()) *t.first.scales = t.first.new_scale;
-  if (scaled && t.second.one_scale()) *t.second.scales = t.second.new_scale;
+  for (const Array* moment : {&t.first, &t.second})
+    if (moment->one_scale()) *moment->scales = moment->new_scale;
 }
 
 Array array(Address data, int storage, Address scales = 0) {
   Array a{at<void>(data), storage, at<float>(scales)};
   if (a.one_scale()) a.old_scale = a.new_scale = *a.scales;
   return a;
+}
+
+// body(first, second): the storage of both moments, by that of the first.
+template <class Body>
+void with_form(int first_storage, Body body) {
+  switch (first_storage) {
+    case FP32: return body(float{}, float{});
+    case FP16: return body(Half{}, Half{});
+    case BF16: return body(Bfloat{}, Bfloat{});
+    default: return body(Signed{}, Unsigned{});
+  }
 }
 
 // A key for one update of one tensor.
@@ -200,39 +206,49 @@ static void sgd_update(Address weight, int weight_storage, Address gradient, int
                        int threads) {
   Tensors t{array(weight, weight_storage), array(gradient, gradient_storage, gradient_scales),
             array(momentum, momentum_storage, scales), array(0, 0), numel, write_weight, write_moments};
-  update(t, Sgd{{factor, weight_decay}, lr, mu, nesterov}, false, by_chance, key_of(seed, number, update_number), threads);
+  const Sgd rule{{factor, weight_decay}, lr, mu, nesterov};
+  const Words key = key_of(seed, number, update_number);
+  if (!momentum) return update<None, None, NEITHER>(t, rule, key, threads);
+  with_form(momentum_storage, [&](auto first, auto) {
+    using First = decltype(first);
+    if (by_chance) update<First, None, FIRST>(t, rule, key, threads);
+    else update<First, None, NEITHER>(t, rule, key, threads);
+  });
 }
 
 static void adam_update(Address weight, int weight_storage, Address gradient, int gradient_storage,
                         Address gradient_scales, Address first, int first_storage, Address first_scales, Address second,
                         int second_storage, Address second_scales, int64_t numel, double lr, double beta1, double beta2, double eps,
-                        double weight_decay, bool decoupled, double factor, int64_t step, bool rooted, int64_t seed,
+                        double weight_decay, bool decoupled, double factor, int64_t step, int64_t seed,
                         int64_t number, int64_t update_number, int threads) {
   Tensors t{array(weight, weight_storage), array(gradient, gradient_storage, gradient_scales),
             array(first, first_storage, first_scales), array(second, second_storage, second_scales), numel, true, true};
   const double power = static_cast<double>(step);
   const auto f = [](double x) { return static_cast<float>(x); };
-  const auto run = [&](auto is_rooted) {
-    const Adam<decltype(is_rooted)::value> rule{{f(factor), f(decoupled ? 0 : weight_decay)},
-                                                f(lr / (1 - std::pow(beta1, power))),
-                                                f(decoupled ? 1 - lr * weight_decay : 1),
-                                                f(1 - beta1),
-                                                f(beta2),
-                                                f(1 - beta2),
-                                                f(eps),
-                                                f(1 / std::sqrt(1 - std::pow(beta2, power)))};
-    update(t, rule, is_rooted, false, key_of(seed, number, update_number), threads);
-  };
-  rooted ? run(std::true_type{}) : run(std::false_type{});
+  with_form(first_storage, [&](auto first_type, auto second_type) {
+    using First = decltype(first_type);
+    using Second = decltype(second_type);
+    const Adam<std::is_same_v<Second, Half> || std::is_same_v<Second, Unsigned>> rule{
+        {f(factor), f(decoupled ? 0 : weight_decay)},
+        f(lr / (1 - std::pow(beta1, power))),
+        f(decoupled ? 1 - lr * weight_decay : 1),
+        f(1 - beta1),
+        f(beta2),
+        f(1 - beta2),
+        f(eps),
+        f(1 / std::sqrt(1 - std::pow(beta2, power)))};
+    constexpr Chance CHANCE = sizeof(Second) < sizeof(float) ? SECOND : NEITHER;
+    update<First, Second, CHANCE>(t, rule, key_of(seed, number, update_number), threads);
+  });
 }
 
 // The bits that round elements by chance, 16 for each, from the first of a block on.
 static void random_bits(Address bits, int64_t numel, int64_t first_block, int stream, int64_t seed, int64_t number,
                         int64_t update_number) {
-  const Noise noise{key_of(seed, number, update_number), static_cast<uint32_t>(stream)};
   uint32_t block[BLOCK];
   for (int64_t begin = 0; begin < numel; begin += BLOCK) {
-    noise.fill(first_block + begin / BLOCK, block);
+    const Noise noise{key_of(seed, number, update_number), static_cast<uint32_t>(stream), first_block + begin / BLOCK};
+    each_vector<true>(noise, [&](int64_t i, BitVector random) { std::memcpy(block + i, &random, sizeof random); });
     std::memcpy(at<uint32_t>(bits) + begin, block, std::min(BLOCK, numel - begin) * sizeof *block);
   }
 }

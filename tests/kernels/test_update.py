@@ -197,6 +197,24 @@ def test_random_bits_of_a_part_are_the_reference_s(part, stream):
     assert torch.equal(random_bits(noise, stream, part, torch.device("cpu")), reference)
 
 
+def test_of_two_elements_that_share_random_bits_one_takes_the_complement():
+    bits = random_bits((1, 2, 3), 1, slice(0, 1000 * BLOCK), torch.device("cpu")).view(1000, 2, BLOCK // 2)
+    assert torch.equal(bits.sum(1), torch.full((1000, BLOCK // 2), 0xFFFF))
+    assert bits[:, 0].double().mean() == pytest.approx(0x7FFF, rel=0.01)
+    assert (bits[:, 0].double().mean(0) / 0x7FFF - 1).abs().max() < 0.1  # 5 standard deviations
+
+
+def test_a_second_moment_in_8_bits_has_the_right_code_on_average():
+    gradient, draws = numbers(BLOCK), 1000
+    mean = torch.zeros(BLOCK)
+    for seed in range(draws):
+        _, second = run_adam(torch.zeros(BLOCK), [gradient], "8bit", seed=seed)
+        mean += second.values / draws
+    wanted = 255 * (gradient.abs() / gradient.abs().max()) ** 0.25
+    assert (mean - wanted).abs().max() < 5 * 0.5 / draws**0.5
+    assert (mean - wanted).mean().abs() < 5 * 0.5 / (draws * BLOCK) ** 0.5
+
+
 def test_bf16_weights_move_by_the_mean_of_updates_too_small_for_them():
     weight = torch.ones(20_000, dtype=torch.bfloat16)
     for step in range(1, 33):  # each a 32nd of the spacing below 1
@@ -324,3 +342,19 @@ def test_gradients_and_weights_that_do_not_fit_are_refused():
         sgd_update(weight, torch.zeros(6, 4), lr=0.1)
     with pytest.raises(ShoestringError, match="gaps"):
         sgd_update(weight[:, ::2], torch.zeros(4, 3), lr=0.1)
+
+
+@pytest.mark.parametrize("one, other", [("8bit", "fp32"), ("fp32", "8bit"), ("bf16", "fp16")])
+def test_moments_of_two_forms_are_refused(one, other):
+    weight = torch.zeros(300)
+    moments = new_moment(weight, one), new_moment(weight, other, positive=True)
+    with pytest.raises(ShoestringError, match="of one form"):
+        adam_update(weight, torch.zeros(300), *moments, lr=0.1, step=1)
+
+
+@pytest.mark.parametrize("form", ["fp16", "8bit"])
+def test_moments_without_their_scales_are_refused(form):
+    weight = torch.zeros(300)
+    first, second = new_moment(weight, form), new_moment(weight, form, positive=True)
+    with pytest.raises(ShoestringError, match="new_moment"):
+        adam_update(weight, torch.zeros(300), first, Moment(second.values), lr=0.1, step=1)

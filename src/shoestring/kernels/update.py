@@ -23,6 +23,8 @@ from .moments import Moment
 from .references import update as reference_update
 
 _CODES = CODES | {torch.int8: 3, torch.uint8: 4}
+_SECOND = {torch.int8: torch.uint8}  # a second moment's dtype by the first's, where they differ
+_SCALED = (torch.float16, torch.int8)
 Noise = tuple[int, int, int]
 
 
@@ -47,7 +49,7 @@ def _adam(
     *settings, noise = rest
     moments = (*_stored(first), first_scales, *_stored(second), second_scales)
     tensors = (*_stored(weight), *_stored(gradient), gradient_scales, *moments, weight.numel())
-    launch(core.adam_update, *tensors, *settings, second_scales is not None, *noise, threads())
+    launch(core.adam_update, *tensors, *settings, *noise, threads())
 
 
 _sgd_op = define(
@@ -125,6 +127,9 @@ def adam_update(
 ) -> None:
     """Adam, or AdamW if weight decay is `decoupled`; `step` counts from 1."""
     values, scales = zip(first, second, strict=True)
+    one, other = (moment.values.dtype for moment in (first, second))
+    if other != _SECOND.get(one, one) or (one in _SCALED) == (None in scales):
+        raise ShoestringError(f"Adam's moments are {one} and {other}: make both by new_moment, of one form")
     _adam_op(
         weight,
         *_read(weight, gradient),

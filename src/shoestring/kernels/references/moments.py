@@ -38,13 +38,15 @@ def key_of(noise: Sequence[int]) -> tuple[int, int]:
 
 
 def random_bits(key: Sequence[int], stream: int, part: slice, device: torch.device) -> Tensor:
-    """16 random bits for each element of a part: a quarter of each block from each half of a word."""
-    quarter, count = BLOCK // 4, part.stop - part.start
-    first = part.start // 4
-    counters = torch.arange(first, first + -(-count // BLOCK) * quarter, device=device)
+    """16 random bits for each element of a part: an eighth of each block from each half of a word, and an eighth from
+    its complement."""
+    eighth, count = BLOCK // 8, part.stop - part.start
+    first = part.start // 8
+    counters = torch.arange(first, first + -(-count // BLOCK) * eighth, device=device)
     a, b = threefry(key, (counters, stream))
-    quarters = torch.stack([a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16]).view(4, -1, quarter)
-    return quarters.transpose(0, 1).reshape(-1)[:count].int()
+    halves = torch.stack([a & 0xFFFF, a >> 16, b & 0xFFFF, b >> 16])
+    eighths = torch.cat([halves, 0xFFFF - halves]).view(8, -1, eighth)
+    return eighths.transpose(0, 1).reshape(-1)[:count].int()
 
 
 # -- parts ----------------------------------------------------------------------------------------------------
