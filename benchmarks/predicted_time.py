@@ -4,8 +4,9 @@
     python benchmarks/predicted_time.py --again               # predicts all anew, and measures nothing
 
 Measured ones are medians of steps that were taken in turn, plain training among them, after three that warm up (the
-second of two alike passes is recorded, the third runs from its tape). Predicted ones use the rates of this machine as
-they are cached (`measuring/rates.py`), and nothing that this script measured.
+second of two alike passes is recorded, the third runs from its tape); of two steps in a row the second counts.
+Predicted ones use the rates of this machine as they are cached (`measuring/rates.py`), and nothing that this script
+measured.
 """
 
 import argparse
@@ -85,6 +86,7 @@ def measured(model: str, size: int, plans: list[dict], repeats: int) -> list[flo
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(repeats):
         for lean, taken in zip(leans, seconds, strict=True):
+            lean.step(batch)  # finds the memory that the others gave back to the system
             start = clock()
             lean.step(batch)
             taken.append(clock() - start)
@@ -137,10 +139,9 @@ predicts others.
 
 {chr(10).join(lines)}
 
-What is off, as far as we know: sparse kernels on narrow maps with many channels (ResNet-18's 512 on 4 x 4) are held to
-one layer of 8 examples, and in microbatches of 2 they decode their index for little work; the cost of a call is one
-constant for all models, fitted on the small GPT while other work made its calls dearer; 16-bit linear layers widen
-their weights in each microbatch, which no term counts; updates take no time of their own beside what they allocate.
+What is off, as far as we know: sparse kernels on narrow maps with many channels (ResNet-18's 512 on 4 x 4) in
+microbatches of 2, whose index is decoded for little work, are held to one layer of 1 and 8 examples; updates take no
+time of their own beside what they allocate.
 """
 
 

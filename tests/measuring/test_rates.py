@@ -21,6 +21,8 @@ def test_every_kind_of_kernel_is_measured_on_every_width_of_a_map(briefly):
     found = device_rates()
     assert set(found.speeds) == {f"{kind} {width}" for kind in (PLAIN, LEAN, SPARSE) for width in (*rates.MAPS, 0)}
     assert min(found.speeds.values()) > 0
+    assert set(found.weight_seconds) == {f"{kind} {width}" for kind in (PLAIN, LEAN, SPARSE) for width in (4, 0)}
+    assert min(found.weight_seconds.values()) >= 0
     assert found.flops_per_second == found.speeds[f"{PLAIN} 32"]
     assert min(found.bytes_per_second, found.seconds_per_call, found.disk_bytes_per_second) > 0
 

@@ -26,6 +26,14 @@ def test_a_product_takes_the_time_of_its_kernel_on_maps_of_its_width():
     assert seconds_of(work(32), RATES, density=0.5) == pytest.approx(500 / 80)  # unknown: the overall rate
 
 
+def test_every_pass_takes_its_time_for_the_weights_however_small_it_is():
+    rates = Rates(100, 80, 1e18, 1e-18, weight_seconds={"plain 0": 0.5, "lean 0": 1.0, "sparse 4": 2.0})
+    layers = Work({}, 0, 0, 0, weights={0: 10, 1: 100}, narrow=True)
+    assert seconds_of(layers, rates, pieces=3) == pytest.approx(3 * 10 * 0.5)  # of convolutions nothing is known
+    assert seconds_of(layers, rates, pieces=3, lean=True) == pytest.approx(3 * 10 * 1.0)
+    assert seconds_of(layers, rates, pieces=2, density=0.5) == pytest.approx(2 * 0.5 * 100 * 2.0)
+
+
 def test_many_small_microbatches_take_less_time_from_a_tape():
     busy = Work({}, 0, 100, 0)
     calls = Rates(1, 1, 1e18, 1e-3)
@@ -38,6 +46,7 @@ def test_a_trace_knows_widths_and_whether_a_tape_is_possible():
     search = Search(builtin("wrn-10-1", batch=4), 0, RATES)
     plain = search.traces.base(())
     assert set(plain.work.flops) == {0, 8, 16, 32} and plain.work.static
+    assert plain.work.weights[0] == 640 and plain.work.weights[1] > 70_000  # the classifier, and the convolutions
     assert sum(plain.work.flops.values()) == sum(search.traces.of(()).flops[p] for p in ("forward", "backward"))
     assert not search.traces.base((("activations", "offload"),)).work.static
     assert (

@@ -20,12 +20,13 @@ from ..records import checked, read_object
 
 NONZERO = 0.3  # of the weights of a sparse layer
 MAPS = {32: (16, 32), 16: (16, 64), 8: (16, 128), 4: (8, 512)}  # the width of a map -> examples and channels to measure
+LONG = 0.02  # seconds in which short runs are repeated
 
 
 def device_rates() -> Rates:
     """The rates of this CPU with torch's threads, measured once per machine and cached, so that plans made on different
     days rank alike."""
-    path = cache_folder() / f"rates-9-{platform.node()}-{torch.__version__}-{torch.get_num_threads()}.json"
+    path = cache_folder() / f"rates-10-{platform.node()}-{torch.__version__}-{torch.get_num_threads()}.json"
     with suppress(OSError, ValueError, TypeError):
         return Rates(**checked(Rates, read_object(path.read_bytes())))
     rates = measured_rates()
@@ -37,8 +38,10 @@ def device_rates() -> Rates:
 def measured_rates() -> Rates:
     speeds: dict[str, float] = {}
     for width in (*MAPS, 0) * 2:  # twice, since what ran beside the first may be gone by the second
-        for kind, one in _speeds(width).items():
-            speeds[f"{kind} {width}"] = max(one, speeds.get(f"{kind} {width}", 0.0))
+        for kind, (flops, seconds) in _timed(_convolutions(width, *MAPS[width]) if width else _products()).items():
+            speeds[f"{kind} {width}"] = max(flops / seconds, speeds.get(f"{kind} {width}", 0.0))
+    weight_seconds = _per_weight(speeds, 4, 9 * 512**2, _convolutions(4, 8, 512), _convolutions(4, 1, 512))
+    weight_seconds |= _per_weight(speeds, 0, 1024**2, _products(256, 1024), _products(16, 1024))
     large, small = torch.randn(16 * 2**20), torch.randn(8)  # larger than any cache, and tiny
     out = torch.empty_like(large)  # new pages of the system's would take longer than the addition
     return Rates(
@@ -48,16 +51,29 @@ def measured_rates() -> Rates:
         seconds_per_call=8 * _seconds(lambda: small + small),
         disk_bytes_per_second=_disk_rate(spill_folder()),
         speeds=speeds,
+        weight_seconds=weight_seconds,
     )
 
 
-def _speeds(width: int) -> dict[str, float]:
-    """FLOPs per second of a layer, forward and both gradients, by PyTorch, by our kernels and on 30% nonzeros."""
-    run = _convolutions(width, *MAPS[width]) if width else _products()
-    return {kind: flops / _seconds(once) for kind, (flops, once) in run.items()}
+# A kind of kernel (PyTorch's, ours, ours on nonzeros) -> the FLOPs of a layer, forward and both gradients, and a run.
+Runs = dict[str, tuple[float, Callable[[], object]]]
 
 
-Runs = dict[str, tuple[float, Callable[[], object]]]  # a kind of kernel -> its FLOPs, and one run
+def _timed(runs: Runs) -> dict[str, tuple[float, float]]:
+    return {kind: (flops, _seconds(once)) for kind, (flops, once) in runs.items()}
+
+
+def _per_weight(speeds: dict[str, float], width: int, weights: int, many: Runs, few: Runs) -> dict[str, float]:
+    """A layer on many and on few examples -> the seconds for each of its weights however few the examples are; the
+    speeds of that width become those without them."""
+    longer, shorter, found = _timed(many), _timed(few), {}
+    for kind, (flops, seconds) in longer.items():
+        fewer, less = shorter[kind]
+        speed = (flops - fewer) / max(seconds - less, 1e-9)
+        fixed = max(0.0, less - fewer / speed)
+        found[f"{kind} {width}"] = fixed / (weights * (NONZERO if kind == SPARSE else 1))
+        speeds[f"{kind} {width}"] = max(speed, speeds[f"{kind} {width}"])
+    return found
 
 
 def _convolutions(width: int, examples: int, channels: int) -> Runs:
@@ -134,8 +150,9 @@ def _disk_rate(folder: str, size: int = 32 * 2**20) -> float:
 def _seconds(run: Callable[[], object], repeats: int = 15) -> float:
     """The least of many short runs: on a busy machine some of them are not interrupted, where no long one is spared."""
     run()
-    taken = []
-    for _ in range(repeats):
+    taken: list[float] = []
+    end = time.perf_counter() + LONG
+    while len(taken) < repeats or time.perf_counter() < end:
         start = time.perf_counter()
         run()
         taken.append(time.perf_counter() - start)
