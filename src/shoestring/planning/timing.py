@@ -57,7 +57,7 @@ def work_of(traced: Profile, task: Task, offloaded_bytes: int = 0) -> Work:
 
 
 def _weights(model: nn.Module) -> dict[int, int]:
-    """A model -> how many weights its matrix products (0) and its convolutions (1) have; rows of embeddings are read."""
+    """A model -> how many weights its matrix products (0) and its convolutions (1) have. Embeddings are not."""
     looked_up = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding | nn.EmbeddingBag)}
     found = Counter[int]()
     for weight in model.parameters():

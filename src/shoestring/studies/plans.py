@@ -39,8 +39,8 @@ def _sparsity(settings: Mapping[str, Any]) -> Any:
 
 
 def lr_multiplier(job: Mapping[str, Any]) -> float:
-    """The row's own, or the one that was found best for that network, its sparsity and its width (Tables 6 and 7): a part
-    of the job, so that a trial at another rate is another trial."""
+    """The row's own, or the one that was found best for that network, its sparsity and its width (Tables 6 and 7). It
+    is a part of the job, so that a trial at another rate is another trial."""
     settings = job["settings"]
     if "lr_multiplier" in settings:
         return float(settings["lr_multiplier"])
