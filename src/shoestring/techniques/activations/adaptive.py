@@ -19,6 +19,7 @@ import numpy as np
 from torch import nn
 
 from ...errors import ShoestringError
+from ...items import counted
 from ...profiling import profile
 from ...task import Task
 from ...units import format_bytes
@@ -39,7 +40,7 @@ ROUNDING = {"int8": 8, "int4": 4, "int2": 2}
 UNBIASED = (*ROUNDING, "pool8+int2")  # what travelling errors may be made by
 EXACT = "whole"
 REST = "masks and the like"  # what no codec takes, and counts all the same
-SAMPLES = 4  # of a microbatch, on which errors are measured
+SAMPLES = range(4, 13)  # of a microbatch, on which errors are measured: those of rounding differ much between few
 PROBED = 6  # norms and GELUs whose errors are measured at a time, in turn; all of them at the first time
 MEASURE_EVERY, CHOOSE_EVERY = 50, 200  # updates
 MEMORY = 0.8  # the share of the old mean in a new one
@@ -143,7 +144,7 @@ class Adaptive:
     def measure(self, stepper: "Stepper") -> Errors:
         """The errors on a few samples of the step's first microbatch; {} if a gradient is not finite there."""
         task, scale = stepper.task.with_(split=_one), stepper.scale
-        batch = few(stepper.task, stepper.microbatch)
+        batch = few(stepper.task, stepper.microbatch, self.limit / max(1, self._exact))
         found: Errors = {part.name: {EXACT: 0.0} for part in self.parts}
         with untouched(task.model):
             exact = gradients(self._under(task, ()), batch, scale)
@@ -210,10 +211,13 @@ class Adaptive:
     def _least(self) -> int:
         return sum(min(part.bytes.values()) for part in self.parts)
 
+    @property
+    def _exact(self) -> int:
+        return sum(part.bytes[EXACT] for part in self.parts)
+
     def share(self, task: Task) -> int:
         """How many microbatches of this size the batch has, about."""
-        exact = sum(part.bytes[EXACT] for part in self.parts)
-        return max(1, round(exact / max(1, saved(self._under(task, ())).bytes)))
+        return max(1, round(self._exact / max(1, saved(self._under(task, ())).bytes)))
 
     def told(self) -> str:
         """How many parts have which codec, in words."""
@@ -241,10 +245,13 @@ def _one(batch: Any) -> list[Any]:
     return [batch]
 
 
-def few(task: Task, piece: Any) -> Any:
-    """A few samples of a microbatch; all of it where it cannot be cut."""
+def few(task: Task, piece: Any, share: float) -> Any:
+    """A few samples of a microbatch: if possible as many as fit that share of its bytes, saved exactly. All of it where
+    it cannot be cut."""
     try:
-        return next(iter(ByExamples(SAMPLES, shared=task.shared)(piece)))
+        count = int(share * counted(piece, task.shared)[1])
+        size = min(max(count, SAMPLES[0]), SAMPLES[-1])
+        return next(iter(ByExamples(size, shared=task.shared)(piece)))
     except ShoestringError:
         return piece
 
