@@ -12,7 +12,7 @@ namespace {
 // Entries decoded at a time for `lines` lines. Of few samples there is little to compute for each, and who runs few is
 // short of memory; who asks for some of the lines, too.
 int64_t block_of(const Geometry& g, int64_t lines) {
-  return (g.samples < 4 ? 2048 : g.samples == 4 ? 4096 : 8192) * lines / g.lines;
+  return (g.samples <= 4 ? 2048 : 8192) * lines / g.lines;
 }
 constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 

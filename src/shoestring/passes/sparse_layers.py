@@ -27,7 +27,7 @@ from .layers import Layer
 Pair = tuple[Tensor, Tensor]
 # A map whose gradient is made in pieces has so many, of so many bytes: more pieces, of smaller maps, or of a dense
 # convolution, cost more time (5 to 16% of a step; Intel Xeon, AVX-512, 2 threads) than they save memory (1 to 2%).
-MOST_PIECES, LEAST_BYTES = 2, 160 << 10
+MOST_PIECES, LEAST_BYTES = 2, 128 << 10
 
 
 def sparse_convolution(x: Tensor, values: Tensor, bias: Tensor | None, product: Product) -> Tensor:
