@@ -38,6 +38,20 @@ def test_what_cannot_be_is_told_in_one_line(shoestring, tmp_path):
     assert "needs its data: name the folder that holds cifar-10-batches-bin with --data" in away.complaint
 
 
+def test_a_report_keeps_what_another_store_has_recorded_in_its_file(shoestring, tmp_path):
+    path, results = tmp_path / "mine.toml", tmp_path / "results"
+    path.write_text(
+        'title = "t"\npaper = "sohoni"\nplace = "p"\nmodel = "wrn-10-1"\nbatch = 4\n[[rows]]\nlabel = "a"\n'
+        '[[claims]]\nclaim = "c"\nmetric = "measured_mb"\nrow = "a"\nat_most = 100.0\n'
+    )
+    there = "study", "run", path, "--nice", 0, "--store", tmp_path / "there", "--output", results
+    assert shoestring(*there).code == 0
+    recorded = (results / "mine.memory.json").read_text()
+    here = shoestring("study", "report", path, "--store", tmp_path / "here", "--output", results)
+    assert here.code == 0 and "took over 1 trials and measured steps" in here.err
+    assert (results / "mine.memory.json").read_text() == recorded
+
+
 def test_results_are_not_overwritten_by_a_store_that_has_none(tmp_path, shoestring):
     kept = tmp_path / "results" / "figure5.memory.json"
     kept.parent.mkdir()

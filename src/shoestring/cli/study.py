@@ -157,6 +157,21 @@ def _import(args: argparse.Namespace) -> int:
     return 0
 
 
+def _take_over(path: Path, store: "Store") -> None:
+    """What another store has recorded in the file that is to be written is not lost."""
+    from ..studies.results import import_results
+
+    if not path.exists():
+        return
+    try:
+        new = import_results(path, store)
+    except ShoestringError as error:
+        print(f"nothing is taken over: {error}", file=sys.stderr)
+    else:
+        if new:
+            print(f"took over {new} trials and measured steps of {path} into {store.path}", file=sys.stderr)
+
+
 def _report(args: argparse.Namespace) -> int:
     from ..reporting.studies import lines
     from ..studies.results import report
@@ -164,6 +179,8 @@ def _report(args: argparse.Namespace) -> int:
 
     study = load(args.name)
     store = _store(args)
+    if args.output is not None:
+        _take_over(args.output / f"{study.name}.{args.scale}.json", store)
     found = report(study, args.scale, store, args.data)
     if args.output is not None:
         from ..reporting.results import write_results
