@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shoestring import SGD, Adam, Task
+from shoestring.studies.results import Estimate
 from shoestring.techniques.activations import COMPRESSED, evidence
 from shoestring.techniques.evidence import LONGER, SHORT, WHERE
 from shoestring.techniques.registry import REGISTRY
@@ -80,6 +81,7 @@ def test_a_state_that_was_never_trained_is_not_said_to_be(optimizer, form):
 @pytest.mark.parametrize("codec", [word for word, offer in COMPRESSED.items() if offer.points is not None])
 def test_the_points_of_a_codec_are_those_of_its_study(codec):
     rows = json.loads((RESULT.parent / "accuracy-compressed.small.json").read_text())["rows"]
-    trained = {row["label"]: row["quality"]["accuracy"] for row in rows if row["quality"]}
-    assert COMPRESSED[codec].points == pytest.approx(trained[codec] - trained["uncompressed"], abs=0.006)
-    assert f"{COMPRESSED[codec].points:+.1f} points" in evidence(None, codec)
+    trained = {row["label"]: Estimate.of(row["quality"]["values"]) for row in rows if row["quality"]}
+    offer, found = COMPRESSED[codec], trained[codec].minus(trained["uncompressed"])
+    assert (offer.points, offer.margin) == pytest.approx((found.value, found.interval), abs=0.006)
+    assert f"{offer.points:+.1f} ± {offer.margin:.1f} points" in evidence(None, codec)
