@@ -1,5 +1,5 @@
 // How a block of a tensor is widened to FP32 and narrowed again: weights and gradients in 32 or 16 bits, moments in
-// those, in FP16 with one scale a tensor, or in 8 bits with one scale a block.
+// those, or in FP16 or 8 bits with one scale a block. That of FP16 is a power of two, so that it rounds nothing.
 //
 // 8 bits hold the fourth root: value = scale * (q / 127)^4, with its sign, or scale * (q / 255)^4 where all values
 // are positive; so the spacing is 3% (1.6%) of the largest value of a block and shrinks with the value. Rounding is
@@ -19,23 +19,18 @@ enum Storage { FP32 = 0, FP16 = 1, BF16 = 2, SIGNED = 3, UNSIGNED = 4 };  // the
 struct Signed { int8_t code; };
 struct Unsigned { uint8_t code; };
 
-template <class Code>
-constexpr bool HAS_SIGN = std::is_same_v<Code, Signed>;
-
 struct Array {
   void* data;            // null: not there, reads as zeros and is not written
   int storage;
-  float* scales;         // one a block for 8 bits; one in all, a power of two, for scaled FP16; else null
-  float old_scale = 1, new_scale = 1;  // of scaled FP16
+  float* scales;         // one a block of moments in FP16 or 8 bits; else null
 
-  bool one_scale() const { return data && scales && storage == FP16; }
   int64_t bytes(int64_t count) const { return count * (storage == FP32 ? 4 : storage <= BF16 ? 2 : 1); }
 
   // That block alone.
   Array block(int64_t number) const {
     Array one = *this;
     if (data) one.data = static_cast<uint8_t*>(data) + bytes(number * BLOCK);
-    if (scales && storage >= SIGNED) one.scales += number;
+    if (scales) one.scales += number;
     return one;
   }
 };
@@ -95,11 +90,12 @@ inline const float* widen_block(const void* data, float scale, float* out) {
 inline const float* widen(const Array& block, float* room) {
   alignas(64) static const float ZEROS[BLOCK] = {};
   if (!block.data) return ZEROS;
+  const float scale = block.scales ? *block.scales : 1;
   switch (block.storage) {
-    case FP16: return widen_block<Half>(block.data, block.old_scale, room);
-    case BF16: return widen_block<Bfloat>(block.data, 1, room);
-    case SIGNED: return widen_block<Signed>(block.data, *block.scales, room);
-    case UNSIGNED: return widen_block<Unsigned>(block.data, *block.scales, room);
+    case FP16: return widen_block<Half>(block.data, scale, room);
+    case BF16: return widen_block<Bfloat>(block.data, scale, room);
+    case SIGNED: return widen_block<Signed>(block.data, scale, room);
+    case UNSIGNED: return widen_block<Unsigned>(block.data, scale, room);
     default: return static_cast<const float*>(block.data);
   }
 }
@@ -165,72 +161,87 @@ inline void narrow(const Array& block, const float* values, const Noise& noise) 
     });
 }
 
+// -- scales ----------------------------------------------------------------------------------------------------------
+// The scale of a block by the bits of its largest magnitude. In FP16 the power of two that brings it just under 2^15, half
+// of the range; in 8 bits the largest itself.
+inline float scale_for(Half, uint32_t top) {
+  return top == 0 ? 1 : bits_of<float>((std::max(top >> 23, 15u) - 14) << 23);
+}
+template <class Code>
+inline float scale_for(Code, uint32_t top) {
+  const float most = bits_of<float>(top);
+  return most < FLT_MIN ? 0 : most;
+}
+
+// A value over its block's scale -> where it is stored.
+template <class Code, bool BY_CHANCE>
+inline void put(Code* to, Vector ratio, BitVector random) {
+  if constexpr (!std::is_same_v<Code, Half>) {
+    const Vector chance = __builtin_convertvector(bits_of<IntVector>(random), Vector) * 0x1p-16f;
+    store_narrow(&to->code, encode(Code{}, ratio, BY_CHANCE ? chance : broadcast(0.5f)));
+  } else if constexpr (BY_CHANCE) {
+    store(to, ratio, random);
+  } else {
+    store(to, ratio);
+  }
+}
+
 // -- a block of a moment, stored as T --------------------------------------------------------------------------------
-// In 16 or 32 bits: values are written as soon as they are new; into `room` if they are not kept.
+// Without a scale: values are written as soon as they are new; into `room` if they are not kept.
 template <class T, bool BY_CHANCE>
-struct Moment {
-  static constexpr bool WAITS = false, SCALED = std::is_same_v<T, Half>;
+struct PlainMoment {
+  static constexpr bool WAITS = false;
   const T* from;
   T* to;
-  float scale, inverse;  // exact: a power of two
 
-  Moment(const Array& block, float* room, bool kept)
-      : from(static_cast<const T*>(block.data)), to(kept ? static_cast<T*>(block.data) : reinterpret_cast<T*>(room)),
-        scale(block.old_scale), inverse(1 / block.new_scale) {}
+  PlainMoment(const Array& block, float* room, bool kept)
+      : from(static_cast<const T*>(block.data)), to(kept ? static_cast<T*>(block.data) : reinterpret_cast<T*>(room)) {}
 
-  Vector read(int64_t i) const { return SCALED ? load(from + i) * scale : load(from + i); }
-  void write(int64_t i, Vector v, BitVector random) const {
-    if (SCALED) v *= inverse;
-    BY_CHANCE ? store(to + i, v, random) : store(to + i, v);
-  }
+  Vector read(int64_t i) const { return load(from + i); }
+  void write(int64_t i, Vector v, BitVector random) const { BY_CHANCE ? store(to + i, v, random) : store(to + i, v); }
 };
 
-// In 8 bits: new values wait in `room` until the largest is known.
-template <class Code, bool BY_CHANCE>
-struct CodedMoment {
+// With one: new values wait in `room` until the largest is known.
+template <class T, bool BY_CHANCE>
+struct ScaledMoment {
   static constexpr bool WAITS = true;
-  Code* codes;
+  T* values;
   float *scales, *room, scale, inverse;
   Peak peak;
 
-  CodedMoment(const Array& block, float* room, bool)
-      : codes(static_cast<Code*>(block.data)), scales(block.scales), room(room), scale(*scales) {}
+  ScaledMoment(const Array& block, float* room, bool)
+      : values(static_cast<T*>(block.data)), scales(block.scales), room(room), scale(*scales) {}
 
-  Vector read(int64_t i) const { return load(codes + i) * scale; }
+  Vector read(int64_t i) const { return load(values + i) * scale; }
   void write(int64_t i, Vector v, BitVector) {
     store(room + i, v);
-    peak.see(HAS_SIGN<Code> ? magnitude(v) : v);
+    peak.see(std::is_same_v<T, Unsigned> ? v : magnitude(v));
   }
 
   void choose_scale() {
-    const float top = bits_of<float>(peak.bits());
-    const bool finite = std::isfinite(top), small = top < FLT_MIN;
-    *scales = small ? 0 : top;
-    inverse = small || !finite ? 0 : 1 / top;
+    const uint32_t top = peak.bits();
+    const bool finite = std::isfinite(bits_of<float>(top));
+    *scales = finite ? scale_for(T{}, top) : bits_of<float>(top);
+    inverse = finite && *scales ? 1 / *scales : 0;
     if (!finite) std::fill(room, room + BLOCK, 0.0f);  // the scale says enough
   }
-  void encode(int64_t i, BitVector random) const {
-    const Vector chance = __builtin_convertvector(bits_of<IntVector>(random), Vector) * 0x1p-16f;
-    store_narrow(&codes[i].code, ::encode(Code{}, load(room + i) * inverse, BY_CHANCE ? chance : broadcast(0.5f)));
-  }
-};
-template <bool BY_CHANCE>
-struct Moment<Signed, BY_CHANCE> : CodedMoment<Signed, BY_CHANCE> {
-  using CodedMoment<Signed, BY_CHANCE>::CodedMoment;
-};
-template <bool BY_CHANCE>
-struct Moment<Unsigned, BY_CHANCE> : CodedMoment<Unsigned, BY_CHANCE> {
-  using CodedMoment<Unsigned, BY_CHANCE>::CodedMoment;
+  void put(int64_t i, BitVector random) const { ::put<T, BY_CHANCE>(values + i, load(room + i) * inverse, random); }
 };
 
 // One that is not there reads as zeros.
 struct None {};
-template <bool BY_CHANCE>
-struct Moment<None, BY_CHANCE> {
+struct NoMoment {
   static constexpr bool WAITS = false;
-  Moment(const Array&, float*, bool) {}
+  NoMoment(const Array&, float*, bool) {}
   Vector read(int64_t) const { return Vector{}; }
   void write(int64_t, Vector, BitVector) const {}
   void choose_scale() const {}
-  void encode(int64_t, BitVector) const {}
+  void put(int64_t, BitVector) const {}
 };
+
+template <class T>
+constexpr bool IS_PLAIN = std::is_same_v<T, float> || std::is_same_v<T, Bfloat>;
+template <class T, bool BY_CHANCE>
+using Moment =
+    std::conditional_t<std::is_same_v<T, None>, NoMoment,
+                       std::conditional_t<IS_PLAIN<T>, PlainMoment<T, BY_CHANCE>, ScaledMoment<T, BY_CHANCE>>>;

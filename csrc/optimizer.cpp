@@ -60,15 +60,11 @@ struct Sgd {
   float lr, momentum;
   bool nesterov;
 
-  void moments(Values& v) const {
-    v.gradient = gradient(v);
-    v.first = momentum * v.first + v.gradient;
-  }
-
   void operator()(Values& v) const {
     const float ahead = nesterov ? momentum : 1, now = nesterov ? 1 : 0;
-    moments(v);
-    v.weight -= lr * (now * v.gradient + ahead * v.first);
+    const Vector g = gradient(v);
+    v.first = momentum * v.first + g;
+    v.weight -= lr * (now * g + ahead * v.first);
   }
 };
 
@@ -78,14 +74,10 @@ struct Adam {
   Gradient gradient;
   float step, kept, gain1, beta2, gain2, eps, correction;  // gain = 1 - beta, which FP32 would not give
 
-  void moments(Values& v) const {  // the second as its square
-    const Vector g = gradient(v);
-    v.first += gain1 * (g - v.first);
-    v.second = beta2 * (ROOTED ? v.second * v.second : v.second) + gain2 * (g * g);
-  }
-
   void operator()(Values& v) const {
-    moments(v);
+    const Vector g = gradient(v), square = ROOTED ? v.second * v.second : v.second;
+    v.first += gain1 * (g - v.first);
+    v.second = beta2 * square + gain2 * (g * g);
     const Vector root = square_root(v.second);
     v.weight = kept * v.weight - step * v.first / (root * correction + eps);
     if (ROOTED) v.second = root;
@@ -119,64 +111,23 @@ void update_block(const Tensors& t, const Rule rule, Words key, int64_t number) 
     first.choose_scale();
     second.choose_scale();
     each_vector<BY_CHANCE>(noise, [&](int64_t i, BitVector random) {
-      first.encode(i, random);
-      second.encode(i, random);
+      first.put(i, random);
+      second.put(i, random);
     });
   }
 }
 
-// The power of two that brings a tensor's largest value just under 2^15: half of FP16's range.
-float scale_for(float most) {
-  if (most == 0 || !std::isfinite(most)) return most == 0 ? 1 : most;
-  int exponent;
-  std::frexp(most, &exponent);
-  return std::ldexp(1.0f, std::max(exponent - 15, -126));
-}
-
-// The moments are updated once without being written, to learn the largest new values. A root is largest where its
-// square is.
-template <class First, class Second, class Rule>
-void choose_scales(Tensors& t, const Rule rule, int threads) {
-  Tensors read = t;
-  if (!rule.gradient.weight_decay) read.weight.data = nullptr;  // of no influence: not read from memory
-  uint32_t tops[2] = {};
-#pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large()) reduction(max : tops)
-  for (int64_t number = 0; number < t.blocks(); ++number)
-    with_block(read, number, [&](const Tensors& block) {
-      Room room;
-      const float *weight = widen(block.weight, room.weight), *gradient = widen(block.gradient, room.gradient);
-      const Moment<First, false> first(block.first, room.first, false);
-      const Moment<Second, false> second(block.second, room.second, false);
-      Peak firsts, seconds;
-      for (int64_t i = 0; i < BLOCK; i += LANES) {
-        Values v{load(weight + i), load(gradient + i), first.read(i), second.read(i)};
-        rule.moments(v);
-        firsts.see(magnitude(v.first)), seconds.see(v.second);
-      }
-      tops[0] = std::max(tops[0], firsts.bits());
-      tops[1] = std::max(tops[1], seconds.bits());
-    });
-  t.first.new_scale = scale_for(bits_of<float>(tops[0]));
-  t.second.new_scale = scale_for(std::sqrt(bits_of<float>(tops[1])));
-}
-
 template <class First, class Second, Chance CHANCE, class Rule>
-void update(Tensors t, const Rule& rule, Words key, int threads) {
-  if constexpr (std::is_same_v<First, Half>)
-    if (t.write_moments && t.first.scales) choose_scales<First, Second>(t, rule, threads);
+void update(const Tensors& t, const Rule& rule, Words key, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (t.is_large())
   for (int64_t number = 0; number < t.blocks(); ++number)
     with_block(t, number, [&](const Tensors& block) {
       update_block<First, Second, CHANCE>(block, rule, key, number);
     });
-  for (const Array* moment : {&t.first, &t.second})
-    if (moment->one_scale()) *moment->scales = moment->new_scale;
 }
 
 Array array(Address data, int storage, Address scales = 0) {
-  Array a{at<void>(data), storage, at<float>(scales)};
-  if (a.one_scale()) a.old_scale = a.new_scale = *a.scales;
-  return a;
+  return {at<void>(data), storage, at<float>(scales)};
 }
 
 // body(first, second): the storage of both moments, by that of the first.

@@ -151,6 +151,17 @@ def test_the_scale_of_a_moment_follows_its_values(form, size):
     assert error < (1e-3 if form == "fp16" else 0.05)
 
 
+@pytest.mark.parametrize("form, error", [("fp16", 1e-3), ("8bit", 0.05)])
+def test_a_block_of_small_values_is_not_lost_beside_one_of_large_values(form, error):
+    weight, momentum = torch.zeros(3 * BLOCK + 5), new_moment(torch.zeros(3 * BLOCK + 5), form)
+    gradient = numbers(3 * BLOCK + 5)
+    for number, part in enumerate(gradient.split(BLOCK)):
+        part *= 1e-10**number
+    sgd_update(weight, gradient, momentum, lr=0.0, mu=0.9)
+    for got, wanted in zip(read_moment(momentum).split(BLOCK), gradient.split(BLOCK), strict=True):
+        assert (got - wanted).double().norm() < error * wanted.double().norm()
+
+
 def test_a_second_moment_in_8_bits_is_never_zero_where_there_was_a_gradient():
     weight, gradient = torch.zeros(512), torch.full((512,), 1e-12)
     gradient[::256] = 1.0
@@ -159,7 +170,9 @@ def test_a_second_moment_in_8_bits_is_never_zero_where_there_was_a_gradient():
     assert weight.abs().max() <= 0.1 * 1.001
 
 
-@pytest.mark.parametrize("form, bytes_each", [("fp32", 4), ("fp16", 2), ("bf16", 2), ("8bit", 1 + 4 / BLOCK)])
+@pytest.mark.parametrize(
+    "form, bytes_each", [("fp32", 4), ("fp16", 2 + 4 / BLOCK), ("bf16", 2), ("8bit", 1 + 4 / BLOCK)]
+)
 def test_moments_take_the_bytes_that_their_form_says(form, bytes_each):
     moment = new_moment(torch.empty(BLOCK * 1000), form)
     taken = sum(part.nbytes for part in moment if part is not None)
@@ -352,9 +365,19 @@ def test_moments_of_two_forms_are_refused(one, other):
         adam_update(weight, torch.zeros(300), *moments, lr=0.1, step=1)
 
 
+@pytest.mark.parametrize("found", [0, 1])
 @pytest.mark.parametrize("form", ["fp16", "8bit"])
-def test_moments_without_their_scales_are_refused(form):
-    weight = torch.zeros(300)
+def test_moments_without_all_their_scales_are_refused(form, found):
+    weight, gradient = torch.zeros(300), torch.zeros(300)
     first, second = new_moment(weight, form), new_moment(weight, form, positive=True)
-    with pytest.raises(ShoestringError, match="new_moment"):
-        adam_update(weight, torch.zeros(300), first, Moment(second.values), lr=0.1, step=1)
+    lacking = Moment(second.values, torch.ones(1) if found else None)
+    momentum = Moment(first.values, lacking.scales)
+    reason = f"has {found} scales and needs 2: make it by new_moment"
+    with pytest.raises(ShoestringError, match=reason):
+        adam_update(weight, gradient, first, lacking, lr=0.1, step=1)
+    with pytest.raises(ShoestringError, match=reason):
+        sgd_update(weight, gradient, momentum, lr=0.1, mu=0.9)
+    with pytest.raises(ShoestringError, match=reason):
+        sgd_accumulate(weight, gradient, momentum)
+    with pytest.raises(ShoestringError, match=reason):
+        sgd_apply_momentum(weight, momentum, lr=0.1)

@@ -10,6 +10,7 @@ from torch import nn
 import shoestring
 from shoestring import SGD, Adam, Plan, ShoestringError, Task
 from shoestring.errors import NoEffect
+from shoestring.kernels.moments import Moment, read_moment
 from shoestring.profiling import profile
 from shoestring.runs.state import OptimizerState, pack, unpack
 from shoestring.step import Stepper
@@ -122,9 +123,9 @@ def test_unscaled_fp16_moments_underflow_and_diverge_where_scaled_ones_do_not():
 @pytest.mark.parametrize(
     "rule, form, bytes_each",
     [
-        (HEAVY_BALL, "fp16", 2),
+        (HEAVY_BALL, "fp16", 2.02),
         (HEAVY_BALL, "8bit", 1.03),
-        (ADAM, "fp16", 4),
+        (ADAM, "fp16", 4.04),
         (ADAM, "bf16", 4),
         (ADAM, "8bit", 2.05),
         (Adafactor(), "fp32", 0.1),
@@ -194,6 +195,34 @@ def test_state_of_another_form_is_refused():
     one, other = (lean_update(make(optimizer=ADAM), form)(make().model.parameters()) for form in ("8bit", "fp16"))
     with pytest.raises(ShoestringError, match="the saved state is 8bit and the optimizer's is fp16"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_save_of_version_0_1_with_one_scale_for_a_whole_fp16_moment_is_read():
+    def stepped(optimizer, weight, steps):
+        for seed in steps:
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+
+    def made():
+        weight = nn.Parameter(torch.zeros(SMALL + 100))
+        return weight, lean_update(make(optimizer=ADAM), "fp16")([weight])
+
+    one, other = made(), made()
+    stepped(one[1], one[0], range(3))
+    saved = copy.deepcopy(one[1].state_dict())
+    state = saved["state"][0]
+    for name in ("exp_avg", "exp_avg_sq"):  # as one scale would have kept them
+        wide = read_moment(Moment(state[name], state[f"{name}_scales"]))
+        state[f"{name}_scales"] = torch.tensor([2.0**-14])
+        state[name] = (wide * 2.0**14).half()
+        one[1].state[one[0]][name].copy_(state[name])
+        one[1].state[one[0]][f"{name}_scales"].fill_(2.0**-14)
+    with torch.no_grad():
+        other[0].copy_(one[0])
+    other[1].load_state_dict(saved)
+    stepped(one[1], one[0], range(3, 6))
+    stepped(other[1], other[0], range(3, 6))
+    assert torch.equal(one[0], other[0])
 
 
 # -- no gradient buffer -----------------------------------------------------------------------------------------

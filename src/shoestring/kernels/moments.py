@@ -1,4 +1,4 @@
-"""A moment of an optimizer in few bytes: FP32, BF16, FP16 with one scale a tensor, or 8 bits with one a block.
+"""A moment of an optimizer in few bytes: FP32, BF16, or FP16 or 8 bits with one scale a block of 256 values.
 
     moment = new_moment(weight, "8bit")          # zeros, 1.02 bytes per parameter
     values = read_moment(moment)                 # in FP32
@@ -23,10 +23,11 @@ from .references import moments as reference_moments
 from .references.moments import BLOCK, flat, parts
 
 FORMS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "8bit": torch.int8}
+SCALED = ("fp16", "8bit")
 
 
 class Moment(NamedTuple):
-    """`values` has the weight's shape and strides; `scales` is there for FP16 (one) and 8 bits (one a block)."""
+    """`values` has the weight's shape and strides; `scales` is there for FP16 and 8 bits, one a block."""
 
     values: Tensor
     scales: Tensor | None = None
@@ -61,17 +62,15 @@ def blocks_of(numel: int) -> int:
 
 def new_moment(weight: Tensor, form: str, positive: bool = False, scales: int | None = None) -> Moment:
     """A weight and a form -> its moment, all zeros; FP64 weights have FP64 moments in place of FP32. `scales`: how many
-    to make for 8 bits, if more than there are blocks."""
+    to make, if more than there are blocks."""
     dtype = torch.uint8 if form == "8bit" and positive else FORMS[form]
     if form == "fp32":
         dtype = torch.promote_types(weight.dtype, dtype)
     values = torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-    if form == "fp16":
-        return Moment(values, torch.ones(1, device=weight.device))
-    if form == "8bit":
-        count = blocks_of(weight.numel()) if scales is None else scales
-        return Moment(values, torch.zeros(count, device=weight.device))
-    return Moment(values)
+    if form not in SCALED:
+        return Moment(values)
+    count = blocks_of(weight.numel()) if scales is None else scales
+    return Moment(values, torch.zeros(count, device=weight.device))
 
 
 def read_moment(moment: Moment) -> Tensor:
@@ -88,7 +87,5 @@ def write_moment(moment: Moment, numbers: Tensor) -> None:
     """Keeps numbers as `read_moment` gives them, rounded to nearest."""
     values, scales = moment
     numbers = torch.empty_like(values, dtype=numbers.dtype).copy_(numbers)
-    if scales is not None and values.is_floating_point():
-        scales.copy_(reference_moments.scale_for(numbers.abs().amax()))
     for part in parts(values.numel()):
         reference_moments.narrow(flat(values), scales, part, flat(numbers)[part])

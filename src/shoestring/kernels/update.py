@@ -19,12 +19,12 @@ from ..errors import ShoestringError
 from .calls import CODES, Launch, forms
 from .core import core, threads
 from .define import define
-from .moments import Moment
+from .moments import Moment, blocks_of
 from .references import update as reference_update
 
 _CODES = CODES | {torch.int8: 3, torch.uint8: 4}
 _SECOND = {torch.int8: torch.uint8}  # a second moment's dtype by the first's, where they differ
-_SCALED = (torch.float16, torch.int8)
+_SCALED = (torch.float16, torch.int8, torch.uint8)
 Noise = tuple[int, int, int]
 
 
@@ -81,6 +81,8 @@ def sgd_update(
     noise: Noise = (0, 0, 0),
 ) -> None:
     """g = factor gradient + weight_decay weight; m = mu m + g; weight -= lr m, or lr (g + mu m) with Nesterov's."""
+    if momentum is not None:
+        _check([momentum])
     values, scales = momentum or (None, None)
     _sgd_op(
         weight, *_read(weight, gradient), values, scales, lr, mu, nesterov, weight_decay, factor, True, False, noise
@@ -100,12 +102,14 @@ def sgd_accumulate(
 ) -> None:
     """m = mu m + factor gradient + weight_decay weight; the weight stays as it is. With `noise`, m is rounded by chance
     and nothing that is added to it is lost on average."""
+    _check([momentum])
     settings = 0.0, mu, False, weight_decay, factor, False, noise is not None, noise or (0, 0, 0)
     _sgd_op(weight, *_read(weight, gradient), *momentum, *settings)
 
 
 def sgd_apply_momentum(weight: Tensor, momentum: Moment, *, lr: float, noise: Noise = (0, 0, 0)) -> None:
     """weight -= lr m; the momentum stays as it is."""
+    _check([momentum])
     _sgd_op(weight, None, None, *momentum, lr, 1.0, False, 0.0, 1.0, True, False, noise)
     torch.autograd.graph.increment_version(weight)
 
@@ -126,9 +130,10 @@ def adam_update(
     noise: Noise = (0, 0, 0),
 ) -> None:
     """Adam, or AdamW if weight decay is `decoupled`; `step` counts from 1."""
+    _check([first, second])
     values, scales = zip(first, second, strict=True)
     one, other = (moment.values.dtype for moment in (first, second))
-    if other != _SECOND.get(one, one) or (one in _SCALED) == (None in scales):
+    if other != _SECOND.get(one, one):
         raise ShoestringError(f"Adam's moments are {one} and {other}: make both by new_moment, of one form")
     _adam_op(
         weight,
@@ -145,6 +150,18 @@ def adam_update(
         noise,
     )
     torch.autograd.graph.increment_version(weight)
+
+
+def _check(moments: Sequence[Moment]) -> None:
+    """Refuses moments whose scales a kernel would look for where there are none."""
+    for values, scales in moments:
+        is_scaled, found = values.dtype in _SCALED, 0 if scales is None else scales.numel()
+        needed = blocks_of(values.numel()) if is_scaled else 0
+        if found < needed or (found and not is_scaled):  # a shard may be empty, and has the scales of the largest
+            raise ShoestringError(
+                f"a moment of {values.numel()} values in {values.dtype} has {found} scales and needs {needed}: "
+                "make it by new_moment"
+            )
 
 
 def _read(weight: Tensor, gradient: Tensor | Moment) -> Moment:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale in 8 bits
+BLOCK = 256  # values that share a scale
 CHUNK = 256 * BLOCK  # values that are widened at a time
 _WORD = 0xFFFFFFFF
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
@@ -64,25 +64,30 @@ def widen(values: Tensor, scales: Tensor | None, part: slice, wide: torch.dtype)
     numbers = values[part].to(wide)
     if scales is None:
         return numbers
-    if values.is_floating_point():
-        return numbers * scales
-    root = numbers / _levels(values)
-    return root * root * root * root.abs() * _spread(scales, part)
+    if not values.is_floating_point():
+        root = numbers / _levels(values)
+        numbers = root * root * root * root.abs()
+    return numbers * _spread(scales, part)
 
 
 def narrow(values: Tensor, scales: Tensor | None, part: slice, numbers: Tensor, noise: Tensor | None = None) -> None:
     """Writes numbers to a part of flat values, rounded to nearest, or stochastically if there is noise."""
-    if scales is not None and not values.is_floating_point():
-        return _encode(values, scales, part, numbers, noise)
     if scales is not None:
-        numbers = numbers / scales
+        blocks = torch.nn.functional.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
+        scales[_blocks(part)] = _scale_for(values.dtype, blocks.abs().amax(1).float())
+        numbers = (numbers / _spread(scales, part)).nan_to_num(0.0, 0.0, 0.0)
+    if not values.is_floating_point():
+        return _encode(values, part, numbers, noise)
     if noise is not None and values.dtype in (torch.float16, torch.bfloat16):
         numbers = _dither(numbers.float(), noise, 13 if values.dtype == torch.float16 else 16)
     values[part] = numbers.to(values.dtype)
 
 
-def scale_for(most: Tensor) -> Tensor:
-    """The largest magnitude of a tensor -> the power of two that brings it just under 2^15."""
+def _scale_for(dtype: torch.dtype, most: Tensor) -> Tensor:
+    """The largest magnitude of each block -> its scale: itself in 8 bits, in FP16 the power of two that brings it just
+    under 2^15."""
+    if dtype != torch.float16:
+        return torch.where(most < torch.finfo(torch.float32).tiny, 0, most)
     _, exponent = torch.frexp(most)
     scale = torch.ldexp(torch.ones_like(most), (exponent - 15).clamp(min=-126))
     return torch.where(most.isfinite(), torch.where(most == 0, 1.0, scale), most)
@@ -94,12 +99,9 @@ def _dither(numbers: Tensor, noise: Tensor, dropped: int) -> Tensor:
     return torch.where(numbers.isnan(), numbers, (bits >> dropped << dropped).view(torch.float32))
 
 
-def _encode(values: Tensor, scales: Tensor, part: slice, numbers: Tensor, noise: Tensor | None) -> None:
-    levels = _levels(values)
-    padded = torch.nn.functional.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
-    tops = padded.abs().amax(1)
-    scales[_blocks(part)] = torch.where(tops < torch.finfo(torch.float32).tiny, 0, tops).float()
-    ratio = (numbers.abs() / _spread(scales, part)).nan_to_num(0.0, 0.0)
+def _encode(values: Tensor, part: slice, numbers: Tensor, noise: Tensor | None) -> None:
+    """Numbers between -1 and 1 -> their codes."""
+    levels, ratio = _levels(values), numbers.abs()
     shift = 0.5 if noise is None else noise * 2.0**-16
     codes = (levels * ratio.sqrt().sqrt() + shift).clamp(max=levels).floor()
     if levels == 127:

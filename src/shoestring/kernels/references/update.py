@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .moments import flat, key_of, narrow, parts, random_bits, scale_for, widen
+from .moments import flat, key_of, narrow, parts, random_bits, widen
 
 Stored = tuple[Tensor | None, Tensor | None]  # values and scales
 Rule = Callable[..., tuple[Tensor, ...]]  # weight, gradient, moments -> weight, moments
@@ -87,19 +87,13 @@ def _update(
     stored = [(weight, None), gradient, *moments]
     targets = [(to_weight, None), *to_moments]
 
-    def new(part: slice) -> tuple[Tensor, ...]:
-        return rule(*(_widened(values, scales, part, wide, device) for values, scales in stored))
-
-    new_scales = _new_scales(targets, new, weight.numel())
     for part in parts(weight.numel()):
-        for stream, (numbers, (values, _), scales) in enumerate(zip(new(part), targets, new_scales, strict=True)):
+        new = rule(*(_widened(values, scales, part, wide, device) for values, scales in stored))
+        for stream, (numbers, (values, scales)) in enumerate(zip(new, targets, strict=True)):
             if values is not None:
                 noisy = _is_noisy(stream, values) or (stream == 1 and by_chance)
                 bits = random_bits(key, (0, 2, 1)[stream], part, device) if noisy else None
                 narrow(flat(values), scales, part, numbers, bits)
-    for (_, scales), chosen in zip(targets, new_scales, strict=True):
-        if scales is not None and chosen is not None and scales is not chosen:
-            scales.copy_(chosen)
 
 
 def _widened(
@@ -113,16 +107,3 @@ def _widened(
 def _is_noisy(stream: int, values: Tensor) -> bool:
     """Stochastic rounding is for BF16 weights and narrow second moments: both change by less than their spacing."""
     return values.dtype == torch.bfloat16 if stream == 0 else stream == 2 and values.dtype != torch.float32
-
-
-def _new_scales(targets: Sequence[Stored], new: Rule, numel: int) -> list[Tensor | None]:
-    """The scales that the new values need: those of FP16 tensors follow from their largest new value."""
-    scaled = [values is not None and scales is not None and values.is_floating_point() for values, scales in targets]
-    if not any(scaled):
-        return [scales for _, scales in targets]
-    tops = [torch.stack([n.abs().amax() for n in new(part)]) for part in parts(numel)]
-    most = torch.stack(tops).amax(0).float()
-    return [
-        scale_for(most[i : i + 1]) if is_scaled else scales
-        for i, (is_scaled, (_, scales)) in enumerate(zip(scaled, targets, strict=True))
-    ]

@@ -6,7 +6,7 @@ The card is docs/techniques/optimizer.md.
 
 | words | state, bytes per parameter: SGD, Adam | risk |
 |---|---|---|
-| fp16, bf16 | 2, 4 | neutral |
+| fp16, bf16 | 2.02 and 2, 4.03 and 4 | neutral |
 | 8bit | 1.02, 2.03 | neutral |
 | no-gradient | as before, and no gradient: 4 bytes (2 in 16 bits) less | exact |
 | 8bit-gradient | as before, and 1.02 for the sum of the microbatches' gradients, in place of 4 (2) | approximate |
@@ -163,10 +163,11 @@ def effect(task: Task, words: str) -> Effect:
     item_bytes = max(parameter.element_size() for parameter in task.model.parameters())
     summed = FORM_BYTES["8bit"] / item_bytes if settings.pick([SUMS]) else 1.0
     gradients = 0.0 if settings.pick([IN_BACKWARD]) else summed
-    return Effect(gradients=gradients, state=state, update=0.0)
+    stays = gradients == 1  # else gradients are taken in the backward pass, by hooks that a tape would not call
+    return Effect(gradients=gradients, state=state, update=0.0, static=stays)
 
 
-FORM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "8bit": 1.02}  # of a value, scales included
+FORM_BYTES = {"fp32": 4, "fp16": 2.02, "bf16": 2, "8bit": 1.02}  # of a value, scales included
 
 
 def moments(rule: Any) -> int:

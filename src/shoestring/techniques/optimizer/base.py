@@ -246,7 +246,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         self.state.clear()
         for index, part in state_dict["state"].items():
             _check_parts(weights[index], part)
-            self.state[weights[index]] = dict(part)
+            self.state[weights[index]] = {name: _one_per_block(name, part) for name in part}
         for group, values in zip(self.param_groups, saved, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
 
@@ -265,6 +265,14 @@ def _check_parts(weight: Tensor, state: dict[str, Any]) -> None:
             f"the saved optimizer state has scales for the shards of {rows.pop()} processes, and there are "
             f"{parts_of(weight)} now: resume in as many as before"
         )
+
+
+def _one_per_block(name: str, state: dict[str, Any]) -> Any:
+    """A part of a saved state; version 0.1 kept one scale for a whole moment in FP16."""
+    value = state[name]
+    if not name.endswith("_scales") or value.numel() > 1:
+        return value
+    return value.repeat(blocks_of(state[name.removesuffix("_scales")].numel()))
 
 
 def refuse_in_backward(task: Task) -> None:

@@ -126,8 +126,6 @@ def _smooth(momentum: Moment | None, mu: float, part: slice, g: Tensor) -> Tenso
     if momentum is None:
         return g
     values, scales = momentum
-    if scales is not None and values.is_floating_point():
-        scales.fill_(2.0**-14)  # a mean of values that are at most 1: the scale is known
     m = widen(flat(values), scales, part, g.dtype).view_as(g).mul_(mu).add_(g, alpha=1 - mu)
     narrow(flat(values), scales, part, m.view(-1))
     return m
