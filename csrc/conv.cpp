@@ -16,16 +16,35 @@ constexpr int64_t LINE = 8 * HIGH;  // pixels kept before they are written: whol
 constexpr int64_t STRETCH = 192;      // terms of a sum whose weights stay in the first cache
 static_assert(LINE % LANES == 0, "whole vectors");
 
-// One pair of axes: its outputs, and the runs of the band that each of them sums.
+// One pair of axes: its outputs, and the runs of the band that each of them sums, each within one row of taps.
 struct Pattern {
   Axis y, x;
   std::vector<Run> runs;
+  std::vector<int64_t> tap_rows;  // of each run, the offset
 
-  void add(int64_t offset, int64_t length) {
-    if (!runs.empty() && runs.back().offset + runs.back().length == offset && runs.back().length + length <= STRETCH)
+  void add(int64_t tap_row, int64_t offset, int64_t length) {
+    if (!runs.empty() && tap_rows.back() == tap_row && runs.back().offset + runs.back().length == offset &&
+        runs.back().length + length <= STRETCH)
       runs.back().length += length;
     else
-      runs.push_back({offset, length});
+      runs.push_back({offset, length}), tap_rows.push_back(tap_row);
+  }
+
+  // Up to where rows of outputs from `row` on read the source in the same rows of taps: the others lie in the padding,
+  // a third of them in the first and last row. Where a row is less than half a tile, all go together.
+  int64_t alike(int64_t row, int64_t end, int64_t height) const {
+    if (2 * x.count < HIGH) return end;
+    int64_t next = row + 1;
+    const auto same = [&](const Tap& t) {
+      return reads(row, row + 1, t.offset, height) == reads(next, next + 1, t.offset, height);
+    };
+    while (next < end && std::all_of(y.taps.begin(), y.taps.end(), same)) ++next;
+    return next;
+  }
+
+  // Whether any of these rows of outputs reads a row of the source with that row of taps.
+  bool reads(int64_t first, int64_t end, int64_t tap_row, int64_t height) const {
+    return (end - 1) * y.source_step + tap_row >= 0 && first * y.source_step + tap_row < height;
   }
 };
 
@@ -58,9 +77,8 @@ struct Gathering {
         for (const Tap& ty : y.taps)
           for (const Tap& tx : x.taps) {
             const int64_t offset = ((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources;
-            for (int64_t i = 0; i < sources; i += STRETCH) p.add(offset + i, std::min(STRETCH, sources - i));
+            for (int64_t i = 0; i < sources; i += STRETCH) p.add(ty.offset, offset + i, std::min(STRETCH, sources - i));
           }
-        if (p.runs.empty()) p.runs.push_back({0, 0});  // a position that no tap reaches: its sum is zero
         all.push_back(p);
       }
     return all;
@@ -173,28 +191,38 @@ struct Work {
   void sum_rows(const Band& band, int64_t n, int64_t row, int64_t first, int64_t channels, const float* weights) const {
     const int V = vectors(channels);
     for (const Pattern& p : patterns) {
-      const int64_t begin = row * p.x.count, end = std::min(row + rows, p.y.count) * p.x.count;
-      for (int64_t line = begin; line < end; line += LINE) {
-        alignas(64) float sums[LINE * WIDE] = {};
-        const int64_t count = std::min(LINE, end - line);
-        const float* pixels[LINE];
-        Cursor cursor(line, p.x.count);
-        for (int64_t i = 0; i < count; ++i, cursor.next())
-          pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
-        const float* stretch = weights;
-        for (const Run& run : p.runs) {
-          for (int64_t i = 0; i < count; i += HIGH)
-            TILES[V - 1][std::min<int64_t>(HIGH, count - i) - 1](pixels + i, run, stretch, sums + i * WIDE);
-          stretch += run.length * V * LANES;
-        }
-        for (int v = 0; v < V; ++v) {
-          const int64_t channel = first + v * LANES;
-          const int lanes = static_cast<int>(std::min<int64_t>(LANES, channels - v * LANES));
-          const Vector add = bias ? load_part(bias + channel, lanes) : Vector{};
-          write_line(g.out, p, n, channel, lanes, line, count, sums + v * LANES, add, out);
-        }
+      const int64_t last = std::min(row + rows, p.y.count);
+      for (int64_t from = row, to; from < last; from = to) {
+        to = p.alike(from, last, g.source.height);
+        sum_lines(p, band, n, row, from, to, first, channels, weights);
       }
       for (const Run& run : p.runs) weights += run.length * V * LANES;
+    }
+  }
+
+  // The same of one pattern's rows [from, to), which are alike.
+  void sum_lines(const Pattern& p, const Band& band, int64_t n, int64_t row, int64_t from, int64_t to, int64_t first,
+                 int64_t channels, const float* weights) const {
+    const int V = vectors(channels);
+    for (int64_t line = from * p.x.count, end = to * p.x.count; line < end; line += LINE) {
+      alignas(64) float sums[LINE * WIDE] = {};
+      const int64_t count = std::min(LINE, end - line);
+      const float* pixels[LINE];
+      Cursor cursor(line, p.x.count);
+      for (int64_t i = 0; i < count; ++i, cursor.next())
+        pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
+      const float* stretch = weights;
+      for (size_t r = 0; r < p.runs.size(); stretch += p.runs[r++].length * V * LANES) {
+        if (!p.reads(from, to, p.tap_rows[r], g.source.height)) continue;
+        for (int64_t i = 0; i < count; i += HIGH)
+          TILES[V - 1][std::min<int64_t>(HIGH, count - i) - 1](pixels + i, p.runs[r], stretch, sums + i * WIDE);
+      }
+      for (int v = 0; v < V; ++v) {
+        const int64_t channel = first + v * LANES;
+        const int lanes = static_cast<int>(std::min<int64_t>(LANES, channels - v * LANES));
+        const Vector add = bias ? load_part(bias + channel, lanes) : Vector{};
+        write_line(g.out, p, n, channel, lanes, line, count, sums + v * LANES, add, out);
+      }
     }
   }
 

@@ -48,6 +48,12 @@ struct Correlation {
     return band_floats() + most * grad_floats();
   }
 
+  // The rows of outputs in which a pair reads the source: from the first up to the end.
+  int64_t first_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(-tap_row(pair))); }
+  int64_t end_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(source.height - tap_row(pair))); }
+  int64_t tap_row(int64_t pair) const { return y.taps[pair / (terms / y.taps.size())].offset; }
+  int64_t divide_up(int64_t rows) const { return (rows + (rows > 0 ? y.source_step - 1 : 0)) / y.source_step; }
+
   std::vector<int64_t> offsets() const {  // of each pair in the band: [tap y][tap x][source channel]
     std::vector<int64_t> all;
     for (const Tap& ty : y.taps)
@@ -81,13 +87,19 @@ struct Work {
   void sum_tasks(const Band& band, const Band& grads, int64_t samples, Share share, int64_t channels,
                  float* sums) const {
     const int64_t pieces = c.pieces(), row = band.width * band.stride;
-    const Outputs outputs{samples, grads.rows, grads.width, band.rows * row, c.y.source_step * row,
-                          c.x.source_step * band.stride};
     for (int64_t task = share.begin; task < share.end; ++task) {
       const int64_t wide = task / pieces, pair = task % pieces * HIGH;
       const int few = static_cast<int>(std::min<int64_t>(HIGH, c.terms - pair));
+      // Rows of outputs that these pairs read in the padding alone add nothing.
+      const int64_t first = std::max(grads.top, c.first_row(pair + few - 1));
+      const int64_t rows = std::min(grads.top + grads.rows, c.end_row(pair)) - first;
+      if (rows <= 0) continue;
+      const int64_t skipped = first - grads.top, width = grads.width * WIDE;
+      const Outputs outputs{samples, rows, grads.width, band.rows * row, c.y.source_step * row,
+                            c.x.source_step * band.stride, (grads.rows - rows) * width};
       PAIRS[vectors(channels - wide * WIDE) - 1][few - 1](
-          band.data, &offsets[pair], grads.data + (wide - share.first) * c.grad_floats(), outputs,
+          band.data + skipped * outputs.row_step, &offsets[pair],
+          grads.data + (wide - share.first) * c.grad_floats() + skipped * width, outputs,
           sums + (wide * c.terms + pair) * WIDE);
     }
   }

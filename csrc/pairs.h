@@ -3,8 +3,9 @@
 #pragma once
 #include "tile.h"
 
-// The outputs of a band, and the steps between samples, rows and pixels of the source.
-struct Outputs { int64_t samples, rows, width, sample_step, row_step, step; };
+// The outputs of a band, the steps between samples, rows and pixels of the source, and what of the gradient lies between
+// the rows of two samples.
+struct Outputs { int64_t samples, rows, width, sample_step, row_step, step, between = 0; };
 
 // Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE]. Loops over the sums are unrolled
 // early, so that the compiler keeps no copy of them in memory.
@@ -14,7 +15,7 @@ static void sum_pairs(const float* x, const int64_t* offsets, const float* grad,
   const float* pair[P];
 #pragma GCC unroll 16
   for (int p = 0; p < P; ++p) pair[p] = x + offsets[p];
-  for (int64_t sample = 0; sample < outputs.samples; ++sample)
+  for (int64_t sample = 0; sample < outputs.samples; ++sample, grad += outputs.between)
     for (int64_t row = 0; row < outputs.rows; ++row) {
       int64_t at = sample * outputs.sample_step + row * outputs.row_step;
       for (int64_t i = 0; i < outputs.width; ++i, at += outputs.step, grad += WIDE) {
