@@ -43,6 +43,16 @@ def assert_same_weights(one, two):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_the_log_of_a_sparse_run_says_when_it_rewires_and_when_it_did(tmp_path):
+    sparse = apply(task(), Plan(nonzero={"nonzero": 30, "method": "set"}))
+    train(sparse, Noise(batches=20), epochs=2, run=tmp_path)
+    first, *others = log_of(tmp_path)
+    done = [line["update"] for line in others if "rewired" in line]
+    schedule = "after every 10 updates until 5, 10 until 16, 10 until 28, 10 until 38: 3 times in 40 updates"
+    assert first["rewiring"] == schedule and done == [10, 20, 30]
+    assert not any("rewiring" in line for line in others)
+
+
 def test_training_lowers_the_loss_and_tells_what_it_did(tmp_path):
     told = []
     record = train(task(), Noise(), epochs=6, evaluation=right_answers(), run=tmp_path / "run", listeners=[told.append])

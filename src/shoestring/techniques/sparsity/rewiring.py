@@ -64,6 +64,16 @@ class Schedule:
         """The rewirings of a run of that many updates."""
         return sum(self.is_due(update, length) for update in range(1, length + 1))
 
+    def words(self, length: int) -> str:
+        """What it comes to in a run of that many updates.
+
+        >>> Schedule().words(1_000)
+        'after every 10 updates until 125, 20 until 400, 41 until 700, 82 until 950: 37 times in 1,000 updates'
+        """
+        ends = (f"{self._updates_between(every, length):,} until {int(end * length):,}" for end, every in self.periods)
+        parts = ", ".join(ends).replace(" until", " updates until", 1)
+        return f"after every {parts}: {self.times(length):,} times in {length:,} updates"
+
 
 class Rewiring:
     """The hook that rewires after an update. `fraction` is the share of all positions that is pruned each time.
@@ -91,12 +101,12 @@ class Rewiring:
         return self.schedule.is_due(self.update + 1, stepper.length or self.length)
 
     def __call__(self, stepper: Any) -> dict[str, Any]:
-        """After an update -> what the run's log is to say of it: how many weights were rewired, if it was time to."""
+        """After an update -> what the run's log is to say of it: how many weights were rewired, if it was time to; and
+        after the first, when it will be."""
         is_due = self.is_due(stepper)
+        told: dict[str, Any] = {} if self.update else {"rewiring": self.schedule.words(stepper.length or self.length)}
         self.update += 1
-        if not is_due:
-            return {}
-        return {"rewired": self.rewire(stepper.task.model, stepper.optimizer)}
+        return told | {"rewired": self.rewire(stepper.task.model, stepper.optimizer)} if is_due else told
 
     def rewire(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         """Prunes and grows now -> how many."""
