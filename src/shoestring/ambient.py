@@ -24,6 +24,7 @@ class Ambient(NamedTuple):
     rank: int = 0  # step: which of the processes that share a batch this is
     mode: Any = None  # passes.mode: the LeanMode that answers the model's calls
     stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
+    pass_number: list[int] | None = None  # techniques.activations: counts passes, a word of random numbers' keys
     times: int = 1  # passes.sweeps: in a trace, what runs stands for so many runs that are like it
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
     scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced

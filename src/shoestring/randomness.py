@@ -1,13 +1,28 @@
 """The random generators that a model, its loss or its data may use: saved, restored, seeded."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+
+
+@cache
+def may_draw(func: Any) -> bool:
+    """Whether an operator is one of those that draw from a generator."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+def draws(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether this call of an operator draws from a generator: attention does for its dropout alone."""
+    if not may_draw(func):
+        return False
+    place = next((n for n, one in enumerate(func._schema.arguments) if one.name == "dropout_p"), None)
+    return place is None or bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0))
 
 
 @dataclass(frozen=True)

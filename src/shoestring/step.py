@@ -225,9 +225,9 @@ class Stepper:
         self._end()
         self.told = {}
         if not self.skipped:
-            self.updates += 1
             if self.tapes is not None and self.does_more:
                 self.tapes.clear()  # first, so that its memory is there for what follows
+            self.updates += 1
             for hook in self.task.after_update:
                 self.told |= hook(self) or {}
             if self.task.after_update:

@@ -41,7 +41,7 @@ def quick_folder() -> tempfile.TemporaryDirectory:
 def run(setting: str, folder: str, resume: bool) -> None:
     """One session of a run, from where the last one ended to its own end."""
     import torch
-    from small import Noise, right_answers, task
+    from small import Net, Noise, right_answers, task
 
     from shoestring import Adam, Plan, apply
     from shoestring.techniques import sparsity
@@ -68,8 +68,10 @@ def run(setting: str, folder: str, resume: bool) -> None:
         train(apply(task(Adam()), Plan(optimizer="8bit", checkpoint="residual-1")), Noise(), **how)
     elif setting == "stochastic rounding":  # of activations, in microbatches that are large enough to be compressed
         data = Noise(size=240)
-        lean = apply(task(batch=data.read(0, 0)), Plan(activations="int4,*:batch_norm=int2", microbatch=120))
+        taped = task(model=Net(dropout=0.0), batch=data.read(0, 0), static_graph=True)
+        lean = apply(taped, Plan(activations="int4,*:batch_norm=int2", microbatch=120))
         train(lean, data, **how)
+        assert lean.stepper.tapes.length or resume, lean.stepper.tapes.reason
     else:
         small, masks = task(), torch.Generator().manual_seed(4)
         small = small.with_(after_update=(Rewiring(small.model.head.weight, masks),))

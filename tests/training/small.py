@@ -9,22 +9,23 @@ from shoestring.training.evaluate import Evaluation
 
 
 class Block(nn.Module):
-    def __init__(self, channels):
+    def __init__(self, channels, dropout):
         super().__init__()
+        self.dropout = dropout
         self.norm = nn.BatchNorm2d(channels)
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
-        return x + self.conv(F.dropout(F.relu(self.norm(x)), 0.2, self.training))
+        return x + self.conv(F.dropout(F.relu(self.norm(x)), self.dropout, self.training))
 
 
 class Net(nn.Module):
     """Batch norm, dropout, residual blocks, and a buffer that changes and that state_dict() leaves out."""
 
-    def __init__(self, channels=4, blocks=2):
+    def __init__(self, channels=4, blocks=2, dropout=0.2):
         super().__init__()
         self.stem = nn.Conv2d(1, channels, 3, padding=1)
-        self.blocks = nn.Sequential(*(Block(channels) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(channels, dropout) for _ in range(blocks)))
         self.head = nn.Linear(channels, 3)
         self.register_buffer("seen", torch.zeros(()), persistent=False)
 

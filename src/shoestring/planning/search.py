@@ -213,7 +213,8 @@ class Search:
             sent: float = pieces * base.work.sent_bytes
         else:
             sent = sent_bytes(base.footprint.gradients(effects), self.task.devices)
-        return seconds_of(base.work, self.rates, pieces, density, bool(key), sent)
+        work = base.work._replace(static=base.work.static and all(effect.static for effect in effects))
+        return seconds_of(work, self.rates, pieces, density, bool(key), sent)
 
     def effects(self, option: Option, key: Settings) -> list[Effect]:
         """The effects of an option's techniques that need no trace, on the base trace of `key`."""

@@ -20,12 +20,13 @@ from ..distributed import local
 from ..kernels.define import fake_call
 from ..kernels.flops import flops_of
 from ..ledger import BUCKET, Category, Ledger, Phase
+from ..randomness import draws
 from ..signature import Signature, output_key, signature_of
 from . import sizes
 from .choices import Choices, here, short
 from .remembered import remembered
 from .scratch import Moment, with_scratch
-from .values import Values, draws, tensors_among
+from .values import Values, tensors_among
 
 _CATEGORY = {
     Phase.BUILD: Category.OPTIMIZER,  # the model is there already: what is built is the optimizer
@@ -108,11 +109,10 @@ class Tracer(TorchDispatchMode):
         self.flops[phase] += flops
         if flops:
             self.flops_by_width[_width(func, given)] += flops
-        if draws(func):
+        if draws(func, args, kwargs):
             self.draws += phase != Phase.UPDATE
-            if _drops(func, args, kwargs):  # a fake draws nothing, but a saved state must be seen to be another
-                self._draws += 1
-                torch.default_generator.manual_seed(self._draws)
+            self._draws += 1  # a fake draws nothing, but a saved state must be seen to be another
+            torch.default_generator.manual_seed(self._draws)
         if scratch:
             self.ledger.death(self._birth(scratch, Category.WORKSPACE, module, func.__name__, phase))
         if signature is not None:
@@ -286,12 +286,6 @@ def _engine_adds_in_place(gradient: Tensor) -> bool:
         return False
     tensor: Any = gradient
     return (tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) == (4, 2)
-
-
-def _drops(func: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether a call that may draw random numbers does: attention draws for its dropout alone."""
-    place = next((n for n, one in enumerate(func._schema.arguments) if one.name == "dropout_p"), None)
-    return place is None or bool(kwargs.get("dropout_p", args[place] if place < len(args) else 0))
 
 
 def _width(func: Any, given: list[Tensor]) -> int:

@@ -6,13 +6,14 @@ random number has two: the smallest and the largest that can be drawn.
 """
 
 from collections.abc import Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
+
+from ..randomness import may_draw
 
 LIMIT = 1 << 16  # elements of a tensor that is computed for real
 DRAWN = 1 << 10  # of one that is drawn: whoever asks reads a few; masks of dropout would be real memory, twice
@@ -60,7 +61,7 @@ class Values:
         if func.is_view:
             self._lend_views(given, out)
             return
-        if not (draws(func) or self._is_concerned(func, given)):
+        if not (may_draw(func) or self._is_concerned(func, given)):
             return
         written = [_key(tensor) for tensor in _written(func, args, kwargs)]
         outs = list(tensors_among([out]))
@@ -116,7 +117,7 @@ class Values:
             self._held[_key(fake)] = storages
 
     def _run(self, func: Any, args: tuple, kwargs: dict, outs: list[Tensor], written: list[int]) -> bool:
-        if draws(func) or any(out.numel() > LIMIT for out in outs):
+        if may_draw(func) or any(out.numel() > LIMIT for out in outs):
             return False
         if func.namespace != "aten" or (not written and not outs):
             return False
@@ -157,11 +158,6 @@ class Values:
         with no_dispatch():
             place = tensor.storage_offset(), tensor.shape, tensor.stride()
             return tuple(torch.empty(0, dtype=tensor.dtype).set_(storage, *place) for storage in held)
-
-
-@cache
-def draws(func: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _extremes(func: Any, args: tuple, kwargs: dict) -> tuple[float, float] | None:

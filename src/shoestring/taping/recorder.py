@@ -1,13 +1,15 @@
 """Records a tape: writes down each operator of a pass while it runs as ever.
 
-Refused are random numbers, values that Python reads, tensors that it makes or fills itself (from numbers, or a file),
-other devices than CPUs, hooks of others, and tensors that a pass leaves behind in the model.
+Refused are random numbers (but those of keys that end in the pass's number), values that Python reads, tensors that
+it makes or fills itself (from numbers, or a file), other devices than CPUs, hooks of others, and tensors that a pass
+leaves behind in the model.
 """
 
 import weakref
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,10 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
+from ..ambient import Ambient
 from ..kernels.define import body_of, compiled_form
 from ..kernels.prepared import ALLOCATIONS, prepare
+from ..randomness import draws
 from ..user_hooks import hooked_modules
-from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook
+from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook, with_key_of_pass
 
 _aten = torch.ops.aten
 
@@ -82,6 +86,7 @@ class _Recorder(TorchDispatchMode):
         # it is there at the peak of a step, for which a plan leaves it no room of its own.
         self._known: dict[int, tuple[Any, ...]] = {}
         self._shared: dict[Any, Any] = {}
+        self.pass_number: list[int] | None = None  # which the tape counts on
         self.prepared: dict[int, Callable] = {}  # of a head, by its id: a kernel with all but the addresses decided
         self.given = array("i", [self._given(tensor) for tensor in given])
         first = len(self.depends)
@@ -93,6 +98,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.refused:
             return func(*args, **kwargs)
+        self.pass_number = self.pass_number or Ambient.now().pass_number
         try:
             _check(func, args, kwargs)
         except _NotStatic as reason:
@@ -117,7 +123,7 @@ class _Recorder(TorchDispatchMode):
             info = func._schema.arguments[place if isinstance(place, int) else place[0]].alias_info
             if info is not None and info.is_write:
                 self.blank.discard(key)
-            elif key in self.blank:
+            elif key in self.blank and not _reads_shape(func, args, place):
                 found.add(key)
         return found
 
@@ -160,9 +166,17 @@ class _Recorder(TorchDispatchMode):
         key = func, repr(template), repr(kwargs), places, fills, forms
         if key not in self._shared:
             head = self._shared[key] = Head(func, template, kwargs, places, fills)
-            if ready := prepare(func, args):
+            if ready := self._keyed(func, args) or prepare(func, args):
                 self.prepared[id(head)] = ready
         return self._shared[key]
+
+    def _keyed(self, func: Any, args: tuple) -> Callable | None:
+        """An operator that draws by a key -> the same with the key of the pass that runs; None for any other."""
+        place = _place_of_key(func)
+        if place is None:
+            return None
+        assert self.pass_number is not None, "checked before"
+        return with_key_of_pass(compiled_form(func), place, self.pass_number)
 
     # -- tensors ------------------------------------------------------------------------------------------------
     def _slot(self, tensor: Tensor) -> int:
@@ -240,12 +254,31 @@ class _Recorder(TorchDispatchMode):
 
 
 def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    if torch.Tag.nondeterministic_seeded in func.tags or any(one.name == "key" for one in func._schema.arguments):
+    if draws(func, args, kwargs) or not _knows_pass(func, args):
         raise _NotStatic(f"the model draws random numbers ({func})")
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(kwargs)):
         raise _NotStatic(f"{func} takes a tensor by name")
     if any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args):
         raise _NotStatic(f"{func} runs on another device than a CPU")
+
+
+def _reads_shape(func: Any, args: tuple, place: int | tuple[int, int]) -> bool:
+    """Whether the operator reads of this argument its shape and layout only: a convolution's input, where the gradient
+    of its weight is not wanted."""
+    return func is _aten.convolution_backward.default and place == 1 and not args[-1][1]
+
+
+@cache
+def _place_of_key(func: Any) -> int | None:
+    """Of an operator of ours that draws by a key, the words of it; None of any other: attention's is a tensor."""
+    arguments = enumerate(func._schema.arguments)
+    return next((place for place, one in arguments if one.name == "key" and str(one.type) == "List[int]"), None)
+
+
+def _knows_pass(func: Any, args: tuple) -> bool:
+    """Whether an operator draws nothing by a key, or by one whose last word is the number of the pass."""
+    place = _place_of_key(func)
+    return place is None or args[place][-1:] == Ambient.now().pass_number
 
 
 def _adds(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -336,4 +369,5 @@ class _Compact:
             numbers.extend((len(freed), *freed, *map(self._name, fills)))
             most = max(most, len(self._names) + len(self._free))
         left = [(module, name, self._name(number)) for module, name, number in gradients]
-        return Tape(calls, numbers, most, given, constants, self._name(loss), left, self.may_begin)
+        number = recorder.pass_number
+        return Tape(calls, numbers, most, given, constants, self._name(loss), left, self.may_begin, number)

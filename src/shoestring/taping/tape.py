@@ -37,9 +37,12 @@ class Tape(NamedTuple):
     loss: int
     gradients: list[tuple[nn.Module, str, int]]  # where the pass leaves gradients: parameters, and their slots
     may_begin: bool  # whether it may be run where there are no gradients yet, and it was recorded adding to some
+    pass_number: list[int] | None = None  # counts passes, for random numbers whose keys hold it
 
     def run(self, given: list[Tensor | None]) -> Tensor:
         """Does the pass on tensors like those that it was recorded with -> its loss."""
+        if self.pass_number is not None:
+            self.pass_number[0] += 1
         slots: list[Any] = [None] * self.slots
         for number, tensor in zip(self.given, given, strict=True):
             if number != NOBODY:
@@ -93,6 +96,17 @@ def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:
     if gradient is not None:
         return gradient.add_(new)
     return new if torch._C._storage_Use_Count(new.untyped_storage()._cdata) == 2 else new.clone()
+
+
+def with_key_of_pass(function: Callable, place: int, pass_number: list[int]) -> Callable:
+    """An operator that draws random numbers by a key -> the same, with the number of the pass that runs for the key's
+    last word."""
+
+    def call(*args: Any) -> Any:
+        *words, _ = args[place]
+        return function(*args[:place], [*words, *pass_number], *args[place + 1 :])
+
+    return call
 
 
 def given_tensors(model: nn.Module, leaves: Leaves) -> Iterator[Tensor]:

@@ -47,6 +47,7 @@ class Effect:
     share: float = 1.0  # the largest microbatch / the batch
     pieces: int = 1  # microbatches per step
     layers: tuple[str, ...] = ()  # whose weights, gradients and state are scaled; (): all
+    static: bool = True  # whether passes can still be run from a tape
 
 
 class Price(NamedTuple):

@@ -24,10 +24,12 @@ from ...kernels.quantise import Key, dequantise, is_whole, quantise
 from ...passes.checksums import is_traced
 from ...passes.layers import Convolution
 from ...passes.saved_tensors import Stored, samples_at_a_time
+from ...taping.recorder import unseen
 
 # Of a tensor, so much is expanded at a time, or one sample; of a large one more: what each call begins with adds up
 # (WRN-28-2, batch 100, int4, Intel Xeon, AVX512, 2 threads: 1.38 s per step with the least, 1.19 with eighths).
 PIECE_BYTES, PIECE_SHARE = 1 << 18, 8
+PRIME = 0x9E3779B1  # the pieces of a tensor are rounded by keys so far apart
 LEAST_ROW = 64  # a row that is shorter shares its groups with its neighbours
 
 
@@ -122,7 +124,8 @@ class Quantised(Compressed):
         self.codes, self.ranges = quantise(flat.reshape(-1, self.row), bits, key)
 
     def is_whole(self) -> bool:
-        return is_traced() or is_whole(self.ranges)
+        with unseen():  # a tape goes on with a group of NaN, as does the pass whose loss or gradients are to be NaN
+            return is_traced() or is_whole(self.ranges)
 
     def samples(self, start: int, stop: int) -> Tensor:
         rows = slice(start * self.per_sample, stop * self.per_sample)
@@ -189,7 +192,8 @@ class Pooled(Compressed):
 def _counts(size: torch.Size, k: int, like: Tensor) -> Tensor:
     """How many pixels are in each block."""
     rows, columns = (torch.full((-(-n // k),), k, dtype=like.dtype, device=like.device) for n in size)
-    rows[-1], columns[-1] = size[0] - k * (len(rows) - 1), size[1] - k * (len(columns) - 1)
+    for counts, n in zip((rows, columns), size, strict=True):
+        counts[-1:].fill_(n - k * (len(counts) - 1))
     return rows[:, None] * columns
 
 
@@ -202,7 +206,7 @@ class Divided(Compressed):
         super().__init__(tensor)
         self.averages = Pooled(tensor, k, channel, torch.bfloat16)
         self.rest = [
-            (a, b, Quantised((tensor[a:b] - self.averages.samples(a, b)), bits, (key[0], key[1] + number)))
+            (a, b, Quantised((tensor[a:b] - self.averages.samples(a, b)), bits, (key[0] + number * PRIME, key[1])))
             for number, (a, b) in enumerate(pieces(tensor.shape, tensor.dtype))
         ]
 

@@ -75,6 +75,7 @@ class SavedPass:
             codecs = {word: codec for word in words if (codec := codec_of(word)) is not None}
             stores = {word: stack.enter_context(codec.opened()) for word, codec in codecs.items() if codec.opened}
             saver = Saver(self.rules, codecs, stores, model, (self.seed, self._passes[0]), self.least_bytes)
+            stack.enter_context(Ambient.during(pass_number=self._passes))
             stack.enter_context(saver.place.following(model))
             stack.enter_context(storing(saver.keep))
             yield saver
