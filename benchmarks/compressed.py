@@ -60,8 +60,8 @@ MODELS = {
     "resnet18-imagenet": Model(32, 16, (*NORMS, STEM, *ADAPTIVE, "adaptive/10", *BESIDE)),
     "wrn-28-2": Model(100, 32, (*NORMS, *ADAPTIVE, *BESIDE)),
     "vit-tiny": Model(32, 32, (*TOKENS, ATTENTION, *ADAPTIVE)),
-    "convnext-tiny": Model(8, 8, TOKENS),
-    "dynamicconv-iwslt": Model(1000, 1000, ()),
+    "convnext-tiny": Model(8, 8, (*TOKENS, *ADAPTIVE)),
+    "dynamicconv-iwslt": Model(1000, 1000, ADAPTIVE),
 }
 BESIDE_WORDS = "1 - cosine² of `adaptive` and of the best uniform rules of at most as many bytes"
 PLAIN = ({}, {"pytorch": "channels_last"})

@@ -22,7 +22,7 @@ from shoestring.studies.results import Estimate, metric_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT, README = ROOT / "docs" / "steps.json", ROOT / "README.md"
-TRAINED = ("table3", "figure3", "accuracy-compressed", "neutral")  # studies, of docs/results
+TRAINED = ("headline", "table3", "figure3", "accuracy-compressed", "neutral")  # studies, of docs/results
 BEGIN, END = "<!-- {}: made by benchmarks/readme_table.py -->\n", "<!-- end of {} -->"
 MODEL, BATCH, REPEATS = "wrn-28-2", 100, 5
 SIXTY = {"precision": "fp16", "checkpoint": "residual-2*", "microbatch": 10}
@@ -121,7 +121,7 @@ def quality(studies: list[dict]) -> str:
     for found in studies:
         trained = [row for row in found["rows"] if row["quality"]]
         one = found["trials"][0]
-        side = one["job"]["sizes"]["image"]
+        side = one["job"]["sizes"].get("image", 32)
         words = f"{one['model']}, CIFAR-10 at {side} x {side}, {one['epochs']} epochs"
         lines.append(f"| **{words}**: [{found['title']}](docs/results/{found['study']}.small.md) | | | |")
         first, *_ = estimates = [metric_of(row, "accuracy") for row in trained]
