@@ -12,9 +12,9 @@ from ..ledger import Ledger, Phase
 # eight steps of four networks. benchmarks/budgets_kept.py fits nodes and leaves on some models, proves them on others.
 STORAGE_BYTES, NODE_BYTES, LEAF_BYTES, ONCE_BYTES = 350, 1000, 700, 64 * 1024
 RECORDED_BYTES = 140
-# What oneDNN has on the heap while it runs a recurrent layer, past PyTorch's allocator and whatever the layer's size: 187
-# KB forward and 242 backward with AVX-512, 128 backward with AVX2, 5 KB more for each further layer or direction; less
-# what is counted of storages and nodes in any case.
+# What oneDNN has on the heap while it runs a recurrent layer, past PyTorch's allocator and whatever the layer's size:
+# 187 KB forward and 242 backward with AVX-512, 128 backward with AVX2, 5 KB more for each further layer or direction;
+# less what is counted of storages and nodes in any case.
 LIBRARY_BYTES = {"mkldnn_rnn_layer.default": 180_000, "mkldnn_rnn_layer_backward.default": 230_000}
 
 
