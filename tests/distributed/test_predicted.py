@@ -63,21 +63,10 @@ def measured(cases):
         for _ in range(3):
             lean.step(share)
         held = [*lean.held(), *tensors(share)]
-        found[name] = predicted.peak_bytes, undelayed(lambda: lean.step(share), held, predicted.peak_bytes)  # noqa: B023
+        peaks = [measure_allocator(lambda: lean.step(share), held).peak_bytes for _ in range(3)]  # noqa: B023
+        # One step in some hundreds is 2 KB higher on a busy machine, by what gloo's thread freed.
+        found[name] = predicted.peak_bytes, min(peaks)
     return found, joined().bytes_per_second()
-
-
-def undelayed(step, held, predicted):
-    """The least peak of up to 25 steps. Gloo's thread holds what it sent until it runs again, and with four processes
-    on two cores that is often after the step went on: the step that it did not delay counts, in each process."""
-    least = float("inf")
-    for _ in range(5):
-        least = min(least, *(measure_allocator(step, held).peak_bytes for _ in range(5)))
-        delayed = torch.tensor(float(least > predicted + CLOSE))
-        torch.distributed.all_reduce(delayed)
-        if not delayed:
-            break
-    return least
 
 
 @pytest.mark.parametrize(

@@ -130,9 +130,7 @@ def test_a_model_in_shards_with_synchronised_batch_norm_is_trained_resumed_and_e
     assert zero[0] == one[0] == 0, zero[2]
     record = json.loads((place / "run" / "record.json").read_text())
     assert record["settings"]["techniques"]["shard"] == "fsdp" and record["command"]["sync_batch_norm"]
-    # Of all updates the fullest, in which gloo's thread may have held for a moment what it had sent: test_predicted.py
-    # compares those without.
-    assert 0.99 < record["measured_peak_bytes"] / record["predicted_peak_bytes"] < 1.25
+    assert 0.99 < record["measured_peak_bytes"] / record["predicted_peak_bytes"] < 1.05
     assert [answer[0] for answer in in_processes(2, sharded, restart=1)] == [0, 0]
     assert main(["evaluate", "run", "mine.py:task"]) == 0
     assert main(["export", "run", "-o", "whole.safetensors"]) == 0 and (place / "whole.safetensors").exists()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ShoestringError
-from .world import World, losing
+from .world import World, losing, sending
 
 # The techniques whose layers hold dense weights, of which FSDP2 can gather the parts.
 DENSE = ("precision", "optimizer", "checkpoint", "microbatch", "activations", "shard")
@@ -154,7 +154,7 @@ def over_parts(weight: Tensor, found: Tensor, largest: bool = False) -> Tensor:
     """What each process found in its part of a weight -> the sum over all parts, or the largest of each; in place."""
     if isinstance(weight, DTensor):
         operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        with losing():
+        with sending(found):
             dist.all_reduce(found, operation, weight.device_mesh.get_group())
     return found
 

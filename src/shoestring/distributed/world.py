@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ..errors import ShoestringError
 
+LET_GO_SECONDS = 0.1  # at most, for a thread that does not get its turn
+
 
 class Lost(ShoestringError):
     """Another process of the run is gone, so that this one cannot go on."""
@@ -73,6 +75,19 @@ def _nothing() -> None:
 ALONE = World()
 
 
+def _holders(tensor: Tensor) -> int:
+    """How many hold a tensor on a CPU; nothing is known of other devices, nor by an older PyTorch."""
+    return tensor._use_count() if tensor.device.type == "cpu" and hasattr(tensor, "_use_count") else 0
+
+
+def _until_let_go(tensor: Tensor, holders: int) -> None:
+    """Waits until as few hold a tensor as did before it was sent: gloo's thread does until it runs again, a moment
+    after it said that all is sent, and the peak of a step would depend on when."""
+    patience = time.perf_counter() + LET_GO_SECONDS
+    while holders < _holders(tensor) and time.perf_counter() < patience:
+        time.sleep(0)
+
+
 class Group(World):
     """The processes of torch.distributed's default group. Numbers and texts travel in tensors on the CPU."""
 
@@ -88,7 +103,7 @@ class Group(World):
 
     def _all(self, numbers: Sequence[float], operation: Any) -> list[float]:
         message = torch.tensor(numbers, dtype=torch.float64)
-        with losing():
+        with sending(message):
             dist.all_reduce(message, operation, group=self._texts)
         return message.tolist()
 
@@ -97,12 +112,13 @@ class Group(World):
         mine = torch.zeros(max(1, *sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with losing():
+        with sending(mine):
             dist.all_gather(found, mine, group=self._texts)
         return [bytes(part[:size].numpy()) for part, size in zip(found, sizes, strict=True)]
 
     def add_up(self, flat: Tensor) -> Callable[[], None]:
         self.sent_bytes += flat.nbytes
+        holders = _holders(flat)
         with losing():
             works = [dist.all_reduce(flat, async_op=True)]
 
@@ -110,21 +126,22 @@ class Group(World):
             with losing():
                 while works:
                     works.pop().wait()  # which holds the connections: voice.py wants to close them
+            _until_let_go(flat, holders)
 
         return wait
 
     def from_first(self, tensors: Sequence[Tensor]) -> None:
         parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]  # a backend may not know the type
         flat = torch.cat(parts)
-        with losing():
+        with sending(flat):
             dist.broadcast(flat, 0)
         for tensor, part in zip(tensors, flat.split([part.numel() for part in parts]), strict=True):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
     def gather_parts(self, flat: Tensor) -> None:
         super().gather_parts(flat)
-        with losing():  # gloo's own way would copy all of it
-            for rank, part in enumerate(flat.chunk(self.size)):
+        for rank, part in enumerate(flat.chunk(self.size)):  # gloo's own way would copy all of it
+            with sending(part):
                 dist.broadcast(part, rank)
 
     def bytes_per_second(self) -> float | None:
@@ -165,6 +182,15 @@ def losing() -> Iterator[None]:
     except RuntimeError as error:
         words = " ".join(str(error).split())
         raise _lost(words) from error
+
+
+@contextmanager
+def sending(tensor: Tensor) -> Iterator[None]:
+    """Around a message that is sent whole before it ends: as `losing`, and nobody holds the tensor after it."""
+    holders = _holders(tensor)
+    with losing():
+        yield
+    _until_let_go(tensor, holders)
 
 
 def _lost(words: str) -> Lost:
