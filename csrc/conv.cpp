@@ -149,32 +149,39 @@ struct Cursor {
   }
 };
 
-// Writes sums [count][WIDE] of up to LANES channels to a pattern's outputs, from number `first` on.
+// Writes sums [count][WIDE] of up to LANES channels to a pattern's outputs, from number `first` on. Planes are written a
+// channel at a time: a few pixels of every plane in turn would evict one another, as planes lie powers of two apart.
 template <class T>
 void write_line(const Map& map, const Pattern& p, int64_t n, int64_t channel, int lanes, int64_t first, int64_t count,
                 const float* sums, Vector bias, T* out) {
   const int64_t plane = map.height * map.width;
   const bool together = p.x.step == 1 && p.y.step == 1;  // then outputs lie in the order of their numbers
-  if (together && map.planar) {
-    T* to = out + map.at(n, channel, 0, 0) + first;
-    for (int64_t i = 0; i < count; i += LANES) {
-      const int few = static_cast<int>(std::min<int64_t>(LANES, count - i));
-      Square square;
-      for (int k = 0; k < LANES; ++k) square[k] = k < few ? load(sums + (i + k) * WIDE) + bias : bias;
-      transpose(square);
-      for (int c = 0; c < lanes; ++c) store_part(to + c * plane + i, square[c], few);
+  out += map.at(n, channel, 0, 0);
+  Cursor cursor(first, p.x.count);
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int few = static_cast<int>(std::min<int64_t>(LANES, count - i));
+    int64_t pixels[LANES];
+    for (int k = 0; k < few; ++k, cursor.next())
+      pixels[k] = together ? first + i + k
+                           : (p.y.start + cursor.y * p.y.step) * map.width + p.x.start + cursor.x * p.x.step;
+    if (!map.planar) {
+      for (int k = 0; k < few; ++k)
+        store_part(out + pixels[k] * map.channels, load(sums + (i + k) * WIDE) + bias, lanes);
+      continue;
     }
-  } else if (together) {
-    T* to = out + map.at(n, channel, 0, 0) + first * map.channels;
-    for (int64_t i = 0; i < count; ++i) store_part(to + i * map.channels, load(sums + i * WIDE) + bias, lanes);
-  } else {
-    Cursor cursor(first, p.x.count);
-    for (int64_t i = 0; i < count; ++i, cursor.next()) {
-      T narrow[LANES];
-      T* to = out + map.at(n, channel, p.y.start + cursor.y * p.y.step, p.x.start + cursor.x * p.x.step);
-      store(narrow, load(sums + i * WIDE) + bias);
-      for (int c = 0; c < lanes; ++c) to[c * (map.planar ? plane : 1)] = narrow[c];
+    Square square;
+    for (int k = 0; k < LANES; ++k) square[k] = k < few ? load(sums + (i + k) * WIDE) + bias : bias;
+    transpose(square);
+    for (int c = 0; c < lanes; ++c, out += plane) {
+      if (together) {
+        store_part(out + pixels[0], square[c], few);
+      } else {
+        T narrow[LANES];
+        store(narrow, square[c]);
+        for (int k = 0; k < few; ++k) out[pixels[k]] = narrow[k];
+      }
     }
+    out -= lanes * plane;
   }
 }
 

@@ -126,7 +126,10 @@ void widen_row(const Source<T>& s, int64_t n, int64_t y, int64_t x, int64_t coun
     for (int64_t i = 0; i < count; i += LANES) {
       const int few = static_cast<int>(std::min<int64_t>(LANES, count - i));
       Square square;
-      for (int k = 0; k < LANES; ++k) square[k] = k < lanes ? load_part(from + k * plane + i, few) : Vector{};
+      for (int k = 0; k < LANES; ++k) {
+        square[k] = k < lanes ? load_part(from + k * plane + i, few) : Vector{};
+        __builtin_prefetch(from + k * plane + i + s.map.width);  // the next row: the CPU does not follow so many planes
+      }
       transpose(square);
       for (int k = 0; k < few; ++k) store_part(to + (i + k) * band.stride, prepare(square[k]), lanes);
     }

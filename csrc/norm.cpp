@@ -49,9 +49,10 @@ void each_strip(const Map& map, int64_t part, F body) {
                  static_cast<int>(std::min<int64_t>(LANES, map.channels - c))});
 }
 
+// A thread has the same samples in every pass, which are still in its cache.
 template <class F>
 void each_part(const Map& map, int threads, F body) {
-#pragma omp parallel for num_threads(team(threads, map.rows() * map.channels)) schedule(dynamic)
+#pragma omp parallel for num_threads(team(threads, map.rows() * map.channels)) schedule(static)
   for (int64_t part = 0; part < PARTS; ++part) body(part);
 }
 
