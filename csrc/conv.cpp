@@ -237,7 +237,7 @@ struct Work {
   void run(int64_t group, int64_t first, int64_t channels, const float* packed, float* bands, int threads) const {
     const int64_t pieces = (g.most_rows() + rows - 1) / rows, size = g.band_floats(rows);
     const int64_t steps = g.out.batch * g.out.height * g.out.width * g.terms * channels / WIDE;
-#pragma omp parallel for num_threads(team(threads, steps)) schedule(dynamic)
+#pragma omp parallel for num_threads(team(threads, steps)) schedule(static)  // norms and the next layer share alike
     for (int64_t item = 0; item < g.out.batch * pieces; ++item) {
       const int64_t n = item / pieces, row = item % pieces * rows, step = g.ys[0].source_step;
       const Band band{bands + omp_get_thread_num() * size, row * step + g.span_y.first,

@@ -36,6 +36,9 @@ struct Correlation {
 
   int64_t pieces() const { return (terms + HIGH - 1) / HIGH; }
 
+  // Where the sums of a task begin: [WIDE channels at a time][pair][WIDE].
+  int64_t first_sum(int64_t task) const { return (task / pieces() * terms + task % pieces() * HIGH) * WIDE; }
+
   // Part `part` of the tasks of `wides` times WIDE output channels.
   Share share(int64_t wides, int64_t part, int64_t parts) const {
     const int64_t tasks = wides * pieces(), begin = tasks * part / parts, end = tasks * (part + 1) / parts;
@@ -100,13 +103,15 @@ struct Work {
       PAIRS[vectors(channels - wide * WIDE) - 1][few - 1](
           band.data + skipped * outputs.row_step, &offsets[pair],
           grads.data + (wide - share.first) * c.grad_floats() + skipped * width, outputs,
-          sums + (wide * c.terms + pair) * WIDE);
+          sums + c.first_sum(task));
     }
   }
 
   // One share of the sums of output channels [first, first + channels), over the whole batch.
   void sum_share(int64_t group, int64_t first, int64_t channels, Share share, float* sums, float* bands) const {
     float* grads = bands + c.band_floats();
+    for (int64_t task = share.begin; task < share.end; ++task)  // by the core that adds to them
+      std::fill(sums + c.first_sum(task), sums + c.first_sum(task + 1), 0.0f);
     std::fill(grads, grads + share.wides() * c.grad_floats(), 0.0f);  // lanes without a channel stay zero
     for (int64_t n = 0; n < c.source.batch; n += c.samples)
       for (int64_t row = 0; row < c.y.count; row += c.rows) {
@@ -138,7 +143,6 @@ struct Work {
   void run(int64_t group, int64_t first, int64_t channels, float* sums, float* bands, int threads) const {
     const int64_t wides = (channels + WIDE - 1) / WIDE;
     const int parts = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
-    std::fill(sums, sums + wides * c.terms * WIDE, 0.0f);
 #pragma omp parallel for num_threads(parts) schedule(static, 1)
     for (int part = 0; part < parts; ++part)
       sum_share(group, first, channels, c.share(wides, part, parts), sums, bands + part * c.share_floats(wides, parts));
