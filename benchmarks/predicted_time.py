@@ -4,7 +4,7 @@
     python benchmarks/predicted_time.py --again               # predicts all anew, and measures nothing
 
 Measured ones are medians of steps that were taken in turn, plain training among them, after three that warm up (the
-second of two alike passes is recorded, the third runs from its tape); of two steps in a row the second counts.
+second of two alike passes is recorded, the third runs from its tape), each in a process of its own.
 Predicted ones use the rates of this machine as they are cached (`measuring/rates.py`), and nothing that this script
 measured.
 """
@@ -15,6 +15,8 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -75,21 +77,38 @@ def lean_of(model: str, size: int, plan: dict) -> shoestring.training.apply.Lean
     return build(builtin(model, size), plan)
 
 
+def steps(model: str, size: int, plan: dict, threads: int, turns: Connection) -> None:
+    """A process: warms up, then takes a step and tells its seconds whenever it is its turn."""
+    torch.set_num_threads(threads)
+    lean, batch = lean_of(model, size, plan), task_of(model, size).batch
+    for _ in range(3):
+        lean.step(batch)
+    clock = time.process_time if threads == 1 else time.perf_counter
+    turns.send(0.0)
+    while turns.recv():
+        start = clock()
+        lean.step(batch)
+        turns.send(clock() - start)
+
+
 def measured(model: str, size: int, plans: list[dict], repeats: int) -> list[float]:
-    """Median seconds of a step for each plan, their steps in turn."""
-    leans = [lean_of(model, size, plan) for plan in plans]
-    batch = task_of(model, size).batch
-    for lean in leans:
-        for _ in range(3):
-            lean.step(batch)
-    seconds: list[list[float]] = [[] for _ in plans]
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    for _ in range(repeats):
-        for lean, taken in zip(leans, seconds, strict=True):
-            lean.step(batch)  # finds the memory that the others gave back to the system
-            start = clock()
-            lean.step(batch)
-            taken.append(clock() - start)
+    """Median seconds of a step for each plan, in a process of its own, as users have it: in one, each would find the
+    memory that it freed given back to the system for the others. Their steps in turn."""
+    context, seconds = get_context("spawn"), [[] for _ in plans]
+    ends, workers = [], []
+    for plan in plans:
+        end, other = context.Pipe()
+        workers.append(context.Process(target=steps, args=(model, size, plan, torch.get_num_threads(), other)))
+        workers[-1].start()
+        end.recv()  # it is warm
+        ends.append(end)
+    for goes_on in [True] * repeats + [False]:
+        for end, taken in zip(ends, seconds, strict=True):
+            end.send(goes_on)
+            if goes_on:
+                taken.append(end.recv())
+    for worker in workers:
+        worker.join()
     return [statistics.median(taken) for taken in seconds]
 
 
@@ -129,8 +148,8 @@ def table(found: dict[str, dict]) -> str:
     return f"""# The time model against the clock
 
 Times of a step as ratios to plain training (eager, NCHW) of the same model. Predicted: what `plan` shows and ranks by,
-from a trace and the rates of the machine (`planning/timing.py`). Measured: medians of steps taken in turn. {within} of
-{len(every)} are within {GOAL:.0%}; ** marks the others.
+from a trace and the rates of the machine (`planning/timing.py`). Measured: medians of steps taken in turn, each plan in
+a process of its own. {within} of {len(every)} are within {GOAL:.0%}; ** marks the others.
 
 Where: {"; ".join(sorted(where))}. By:
 `python benchmarks/predicted_time.py --model MODEL`, one model after the other. On one thread the clock is CPU time.
