@@ -10,9 +10,10 @@
 namespace {
 
 // Entries decoded at a time for `lines` lines. Of few samples there is little to compute for each, and who runs few is
-// short of memory; who asks for some of the lines, too.
-int64_t block_of(const Geometry& g, int64_t lines) {
-  return (g.samples <= 4 ? 2048 : 8192) * lines / g.lines;
+// short of memory, which a large weight takes in any case; who asks for some of the lines, too.
+int64_t block_of(const Geometry& g, int64_t lines, int64_t count) {
+  const int64_t most = 8192, few = std::clamp<int64_t>(count / 16, 2048, most);
+  return (g.samples <= 4 ? few : most) * lines / g.lines;
 }
 constexpr int64_t AHEAD = 2;     // lines whose map is fetched before its turn
 
@@ -23,7 +24,7 @@ struct Workspace {
   float* sums;  // forward: of the chunks so far, a tile for each line and class; weight gradient: of each entry
   Workspace(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Split split, Arena& arena)
       : source(arena.take<float>((g.channels + 1) * g.channel)),
-        blocks(nonzeros, g.channel * 4, divide_up(lines, split.lines), block_of(g, lines), arena) {
+        blocks(nonzeros, g.channel * 4, divide_up(lines, split.lines), block_of(g, lines, nonzeros.count), arena) {
     const int64_t tiles = (g.chunks() > 1 ? blocks.height() : 1) * g.classes() * g.tile_vectors * LANES;
     sums = arena.take<float>(nonzeros.ranked ? blocks.size() : tiles);
     if (!arena.base) return;
@@ -37,7 +38,7 @@ struct Workspace {
 
 // The split of some lines of the output, which have about their share of the nonzeros.
 Split share_lines(const Geometry& g, int64_t lines, int64_t count, int threads) {
-  return share(g, divide_up(count * lines, g.lines), threads, block_of(g, lines));
+  return share(g, divide_up(count * lines, g.lines), threads, block_of(g, lines, count));
 }
 
 int64_t workspace_bytes(const Geometry& g, const Nonzeros& nonzeros, int64_t lines, Split split) {

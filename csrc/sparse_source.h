@@ -8,12 +8,18 @@ struct Prologue {  // x -> relu(x * scale + shift), each channel with its own; o
   const float* shift;
 };
 
-// Up to LANES pixels, `step` apart.
+// Up to LANES pixels, `step` apart. No value behind the last of them is read.
 template <int STEP, class T>
 inline Vector load_apart(const T* source, int64_t step, int lanes) {
   if (STEP == 1) return load_part(source, lanes);
-  if (STEP == 2 && lanes == LANES)  // the second load ends at the last pixel that is needed
-    return shuffle(load(source), load(source + LANES - 1), [](int i) { return i < LANES / 2 ? 2 * i : 2 * i + 1; });
+  if (STEP == 2 && lanes <= LANES / 2) {
+    const Vector all = load_part(source, 2 * lanes - 1);
+    return shuffle(all, all, [](int i) { return 2 * i; });
+  }
+  if (STEP == 2) {
+    const Vector more = load_part(source + LANES - 1, 2 * lanes - LANES);
+    return shuffle(load(source), more, [](int i) { return i < LANES / 2 ? 2 * i : 2 * i + 1; });
+  }
   T few[LANES] = {};
   for (int i = 0; i < lanes; ++i) few[i] = source[i * step];
   return load(few);
