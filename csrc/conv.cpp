@@ -1,5 +1,6 @@
 // Dense convolution and its input gradient: one gathering of taps, over axes that differ.
-// A tile (tile.h) has pixels x output channels. Weights are packed into its order, a block of output channels at a time,
+// Of a depthwise one a tile is a few pixels x the channels of a band: each is multiplied by weights of its own. Of any
+// other a tile (tile.h) has pixels x output channels. Weights are packed into its order, a block of output channels at a time,
 // and a line of pixels passes over a stretch of them that stays in the first cache, before the next stretch.
 #include "conv.h"
 
@@ -55,6 +56,9 @@ struct Gathering {
   int64_t sources, outputs, groups, terms;  // channels of one group; weights of one output channel
   int64_t stride_out, stride_in;            // of the weights, in whole kernels
   int64_t kernel_y, kernel_x;
+  bool depthwise;  // each output channel reads its own source channel: all groups are taken as one
+
+  int64_t depth() const { return depthwise ? WIDE : sources; }  // channels of a band
 
   int64_t band_width() const {
     int64_t count = 0;
@@ -67,7 +71,7 @@ struct Gathering {
     return count;
   }
   int64_t band_rows(int64_t rows) const { return span_y.reach(rows, ys[0].source_step); }
-  int64_t band_floats(int64_t rows) const { return band_rows(rows) * band_width() * sources; }
+  int64_t band_floats(int64_t rows) const { return band_rows(rows) * band_width() * depth(); }
 
   std::vector<Pattern> patterns() const {
     std::vector<Pattern> all;
@@ -76,7 +80,7 @@ struct Gathering {
         Pattern p{y, x, {}};
         for (const Tap& ty : y.taps)
           for (const Tap& tx : x.taps) {
-            const int64_t offset = ((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources;
+            const int64_t offset = ((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * depth();
             for (int64_t i = 0; i < sources; i += STRETCH) p.add(ty.offset, offset + i, std::min(STRETCH, sources - i));
           }
         all.push_back(p);
@@ -99,6 +103,8 @@ Gathering gathering(const Geometry& g, bool backward, bool planar_source, bool p
   r.source = backward ? g.output(planar_source) : g.input(planar_source);
   r.out = backward ? g.input(planar_out) : g.output(planar_out);
   r.sources = backward ? out : in, r.outputs = backward ? in : out, r.groups = g.groups;
+  r.depthwise = is_depthwise(g);
+  if (r.depthwise) r.outputs = g.groups, r.groups = 1;
   r.terms = r.sources * g.kernel_y * g.kernel_x;
   r.stride_out = backward ? 1 : in, r.stride_in = backward ? in : 1;
   r.kernel_y = g.kernel_y, r.kernel_x = g.kernel_x;
@@ -185,6 +191,27 @@ void write_line(const Map& map, const Pattern& p, int64_t n, int64_t channel, in
   }
 }
 
+// Adds to the sums of some pixels, [count][WIDE], the products of V vectors of their channels, tap by tap.
+template <int V>
+void sum_depth(const float* const* pixels, int64_t count, const std::vector<const float*>& weights,
+               const std::vector<int64_t>& taps, float* sums) {
+  constexpr int P = 8;
+  for (int64_t i = 0; i < count; i += P) {
+    const float* x[P];
+    for (int p = 0; p < P; ++p) x[p] = pixels[std::min(i + p, count - 1)];
+    Vector sum[P * V] = {};
+    for (size_t t = 0; t < taps.size(); ++t) {
+      Vector w[V];
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) w[v] = load(weights[t] + v * LANES);
+#pragma GCC unroll 16
+      for (int k = 0; k < P * V; ++k) sum[k] += w[k % V] * load(x[k / V] + taps[t] + k % V * LANES);
+    }
+    for (int64_t p = 0; p < std::min<int64_t>(P, count - i); ++p)
+      for (int v = 0; v < V; ++v) store(sums + (i + p) * WIDE + v * LANES, sum[p * V + v]);
+  }
+}
+
 template <class T>
 struct Work {
   Gathering g;
@@ -217,9 +244,10 @@ struct Work {
       const float* pixels[LINE];
       Cursor cursor(line, p.x.count);
       for (int64_t i = 0; i < count; ++i, cursor.next())
-        pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.sources;
+        pixels[i] = band.row((cursor.y - row) * p.y.source_step) + cursor.x * p.x.source_step * g.depth();
+      if (g.depthwise) sum_taps(p, from, to, pixels, count, V, weights, sums);
       const float* stretch = weights;
-      for (size_t r = 0; r < p.runs.size(); stretch += p.runs[r++].length * V * LANES) {
+      for (size_t r = 0; r < p.runs.size() && !g.depthwise; stretch += p.runs[r++].length * V * LANES) {
         if (!p.reads(from, to, p.tap_rows[r], g.source.height)) continue;
         for (int64_t i = 0; i < count; i += HIGH)
           TILES[V - 1][std::min<int64_t>(HIGH, count - i) - 1](pixels + i, p.runs[r], stretch, sums + i * WIDE);
@@ -233,6 +261,17 @@ struct Work {
     }
   }
 
+  // The taps of a pattern that its rows [from, to) read.
+  void sum_taps(const Pattern& p, int64_t from, int64_t to, const float* const* pixels, int64_t count, int V,
+                const float* weights, float* sums) const {
+    std::vector<const float*> used;
+    std::vector<int64_t> taps;
+    for (size_t r = 0; r < p.runs.size(); ++r)
+      if (p.reads(from, to, p.tap_rows[r], g.source.height))
+        used.push_back(weights + r * V * LANES), taps.push_back(p.runs[r].offset);
+    (V == 1 ? sum_depth<1> : sum_depth<2>)(pixels, count, used, taps, sums);
+  }
+
   // Channels [first, first + channels) of the output from weights packed [WIDE at a time][terms][WIDE].
   void run(int64_t group, int64_t first, int64_t channels, const float* packed, float* bands, int threads) const {
     const int64_t pieces = (g.most_rows() + rows - 1) / rows, size = g.band_floats(rows);
@@ -242,10 +281,16 @@ struct Work {
       const int64_t n = item / pieces, row = item % pieces * rows, step = g.ys[0].source_step;
       const Band band{bands + omp_get_thread_num() * size, row * step + g.span_y.first,
                       g.band_rows(std::min(rows, g.most_rows() - row)), g.span_x.first, g.band_width(),
-                      group * g.sources, g.sources, g.sources};
-      fill_band(source, n, band);
-      for (int64_t c = 0; c < channels; c += WIDE)
+                      group * g.sources, g.sources, g.depth()};
+      if (!g.depthwise) fill_band(source, n, band);
+      for (int64_t c = 0; c < channels; c += WIDE) {
+        if (g.depthwise) {
+          Band own = band;
+          own.channel = first + c, own.channels = std::min<int64_t>(WIDE, channels - c);
+          fill_band(source, n, own);
+        }
         sum_rows(band, n, row, first + c, std::min<int64_t>(WIDE, channels - c), packed + c * g.terms);
+      }
     }
   }
 };

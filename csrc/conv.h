@@ -34,6 +34,11 @@ struct Geometry {
   Map output(bool planar) const { return {batch, out_channels, out_height, out_width, planar}; }
 };
 
+// Whether each channel is convolved by itself, as in depthwise convolutions.
+inline bool is_depthwise(const Geometry& g) {
+  return g.groups > 1 && g.in_channels == g.groups && g.out_channels == g.groups;
+}
+
 // One dimension of a convolution: output position start + i step (i < count) reads, for each tap, source position
 // i source_step + offset, times the kernel's element k.
 struct Tap { int64_t offset, k; };

@@ -27,11 +27,14 @@ struct Correlation {
   Span span_y, span_x;
   Map source, grad;
   int64_t sources, outputs, terms;  // channels of one group; weights of one output channel
+  int64_t groups;
+  bool depthwise;  // each output channel reads its own source channel: all groups are taken as one
   int64_t samples, rows;            // whose outputs are summed from one band
 
   int64_t band_width() const { return span_x.reach(x.count, x.source_step); }
   int64_t band_rows() const { return span_y.reach(rows, y.source_step); }
-  int64_t band_floats() const { return samples * band_rows() * band_width() * sources; }
+  int64_t depth() const { return depthwise ? WIDE : sources; }  // channels of a band
+  int64_t band_floats() const { return samples * band_rows() * band_width() * depth(); }
   int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
 
   int64_t pieces() const { return (terms + HIGH - 1) / HIGH; }
@@ -62,7 +65,7 @@ struct Correlation {
     for (const Tap& ty : y.taps)
       for (const Tap& tx : x.taps)
         for (int64_t i = 0; i < sources; ++i)
-          all.push_back(((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * sources + i);
+          all.push_back(((ty.offset - span_y.first) * band_width() + tx.offset - span_x.first) * depth() + i);
     return all;
   }
 };
@@ -74,6 +77,8 @@ Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int6
   c.span_y = span_of({c.y}), c.span_x = span_of({c.x});
   c.source = g.input(planar_x), c.grad = g.output(planar_grad);
   c.sources = g.in_channels / g.groups, c.outputs = g.out_channels / g.groups;
+  c.groups = g.groups, c.depthwise = is_depthwise(g);
+  if (c.depthwise) c.outputs = g.groups, c.groups = 1;
   c.terms = c.sources * g.kernel_y * g.kernel_x;
   c.samples = samples, c.rows = rows;
   return c;
@@ -100,7 +105,7 @@ struct Work {
       const int64_t skipped = first - grads.top, width = grads.width * WIDE;
       const Outputs outputs{samples, rows, grads.width, band.rows * row, c.y.source_step * row,
                             c.x.source_step * band.stride, (grads.rows - rows) * width};
-      PAIRS[vectors(channels - wide * WIDE) - 1][few - 1](
+      (c.depthwise ? TABLES<true> : TABLES<false>)[vectors(channels - wide * WIDE) - 1][few - 1](
           band.data + skipped * outputs.row_step, &offsets[pair],
           grads.data + (wide - share.first) * c.grad_floats() + skipped * width, outputs,
           sums + c.first_sum(task));
@@ -109,6 +114,14 @@ struct Work {
 
   // One share of the sums of output channels [first, first + channels), over the whole batch.
   void sum_share(int64_t group, int64_t first, int64_t channels, Share share, float* sums, float* bands) const {
+    if (c.depthwise && share.wides() > 1) {  // each reads other source channels
+      for (int64_t wide = share.first, pieces = c.pieces(); wide < share.last; ++wide)
+        sum_share(group, first, channels, {std::max(share.begin, wide * pieces), std::min(share.end, (wide + 1) * pieces),
+                                           wide, wide + 1}, sums, bands);
+      return;
+    }
+    const int64_t from = c.depthwise ? first + share.first * WIDE : group * c.sources;
+    const int64_t sources = c.depthwise ? std::min<int64_t>(WIDE, first + channels - from) : c.sources;
     float* grads = bands + c.band_floats();
     for (int64_t task = share.begin; task < share.end; ++task)  // by the core that adds to them
       std::fill(sums + c.first_sum(task), sums + c.first_sum(task + 1), 0.0f);
@@ -117,7 +130,7 @@ struct Work {
       for (int64_t row = 0; row < c.y.count; row += c.rows) {
         const int64_t samples = std::min(c.samples, c.source.batch - n), rows = std::min(c.rows, c.y.count - row);
         const Band band{bands, row * c.y.source_step + c.span_y.first, c.span_y.reach(rows, c.y.source_step),
-                        c.span_x.first, c.band_width(), group * c.sources, c.sources, c.sources};
+                        c.span_x.first, c.band_width(), from, sources, c.depth()};
         const Band grad_band{grads, row, rows, 0, c.x.count, first, channels, WIDE};
         for (int64_t i = 0; i < samples; ++i) {
           fill(source, n + i, band, i);
@@ -205,7 +218,7 @@ static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_g
     using T = decltype(type);
     const Work<T> work{c, {c.source, at<T>(x), at<float>(scale), at<float>(shift), rectify},
                        {c.grad, at<T>(grad), nullptr, nullptr, false}, c.offsets()};
-    for (int64_t group = 0; group < geometry.groups; ++group)
+    for (int64_t group = 0; group < c.groups; ++group)
       for (int64_t first = 0; first < c.outputs; first += block) {
         const int64_t channels = std::min(block, c.outputs - first), channel = group * c.outputs + first;
         work.run(group, channel, channels, sums, bands, threads);

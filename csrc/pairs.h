@@ -7,9 +7,10 @@
 // the rows of two samples.
 struct Outputs { int64_t samples, rows, width, sample_step, row_step, step, between = 0; };
 
-// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE]. Loops over the sums are unrolled
-// early, so that the compiler keeps no copy of them in memory.
-template <int P, int V>
+// Adds the products of P pairs and V vectors of output channels to `sums`, [P][WIDE]: of a depthwise convolution, whose
+// output channels read a source channel each, of P taps. Loops over the sums are unrolled early, so that the compiler
+// keeps no copy of them in memory.
+template <bool DEPTHWISE, int P, int V>
 static void sum_pairs(const float* x, const int64_t* offsets, const float* grad, const Outputs& outputs, float* sums) {
   Vector sum[P * V] = {};
   const float* pair[P];
@@ -23,7 +24,10 @@ static void sum_pairs(const float* x, const int64_t* offsets, const float* grad,
 #pragma GCC unroll 2
         for (int v = 0; v < V; ++v) g[v] = load(grad + v * LANES);
 #pragma GCC unroll 32
-        for (int s = 0; s < P * V; ++s) sum[s] += g[s % V] * pair[s / V][at];
+        for (int s = 0; s < P * V; ++s) {
+          if constexpr (DEPTHWISE) sum[s] += g[s % V] * load(pair[s / V] + at + s % V * LANES);
+          else sum[s] += g[s % V] * pair[s / V][at];
+        }
       }
     }
 #pragma GCC unroll 32
@@ -34,9 +38,11 @@ static void sum_pairs(const float* x, const int64_t* offsets, const float* grad,
 }
 
 using Pairs = void (*)(const float*, const int64_t*, const float*, const Outputs&, float*);
-template <int V, int... P>
+template <bool DEPTHWISE, int V, int... P>
 constexpr std::array<Pairs, HIGH> pairs(std::integer_sequence<int, P...>) {
-  return {sum_pairs<P + 1, V>...};
+  return {sum_pairs<DEPTHWISE, P + 1, V>...};
 }
-constexpr std::array<Pairs, HIGH> PAIRS[2] = {pairs<1>(std::make_integer_sequence<int, HIGH>{}),
-                                              pairs<2>(std::make_integer_sequence<int, HIGH>{})};
+template <bool DEPTHWISE>
+constexpr std::array<Pairs, HIGH> TABLES[2] = {pairs<DEPTHWISE, 1>(std::make_integer_sequence<int, HIGH>{}),
+                                               pairs<DEPTHWISE, 2>(std::make_integer_sequence<int, HIGH>{})};
+static constexpr auto& PAIRS = TABLES<false>;

@@ -33,6 +33,13 @@ GEOMETRIES = [
     (1, 4, 4, (6, 5), (1, 3), (2, 1), (0, 2), (1, 1), 4),
     (2, 3, 2, (1, 1), 3, 4, 1, 1, 1),
 ]
+DEPTHWISE = [
+    (2, 40, 40, (11, 9), 7, 1, 3, 1, 40),
+    (2, 69, 69, (9, 12), 3, 2, 1, 1, 69),
+    (1, 5, 5, (12, 10), (3, 5), (2, 1), (0, 2), (2, 1), 5),
+    (3, 32, 32, (6, 6), 4, 3, 2, 1, 32),
+]  # more channels than a vector has, and fewer; a part of one at the end
+GEOMETRIES += DEPTHWISE
 LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
@@ -91,7 +98,7 @@ def test_all_three_agree_with_pytorch(geometry, layout, some_threads):
 
 
 @pytest.mark.parametrize("scratch_bytes", [0, 20_000, 10_000_000])
-@pytest.mark.parametrize("geometry", GEOMETRIES[:5])
+@pytest.mark.parametrize("geometry", GEOMETRIES[:5] + DEPTHWISE[:2])
 def test_the_size_of_the_scratch_does_not_change_the_result(geometry, scratch_bytes):
     x, grad_y, weight, bias, options = make(geometry)
     wanted = ours(x, weight, bias, grad_y, options)
@@ -102,7 +109,7 @@ def test_the_size_of_the_scratch_does_not_change_the_result(geometry, scratch_by
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float16, 1e-3), (torch.bfloat16, 8e-3)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("geometry", GEOMETRIES[:4])
+@pytest.mark.parametrize("geometry", GEOMETRIES[:4] + DEPTHWISE[:2])
 def test_16_bit_convolutions_lose_only_the_rounding_of_their_result(geometry, layout, dtype, tolerance):
     x, grad_y, weight, bias, options = make(geometry, layout, dtype)
     got = ours(x, weight, bias, grad_y, options)
