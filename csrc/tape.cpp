@@ -18,14 +18,15 @@ struct Head {
 // The tensors by their numbers: a list of Python's, for they die with its last reference.
 struct Slots {
   PyObject* list;
-  PyObject* operator[](int32_t number) const { return PyList_GET_ITEM(list, number); }
-  void set(int32_t number, PyObject* value) { PyList_SetItem(list, number, Py_NewRef(value)); }
+  PyObject* operator[](int64_t number) const { return PyList_GET_ITEM(list, number); }
+  void set(int64_t number, PyObject* value) { PyList_SetItem(list, number, Py_NewRef(value)); }
 };
 
 // The arguments of one call. Nothing here holds a tensor but copies of lists, whose originals are for other runs.
 class Arguments {
  public:
-  Arguments(const Head& head, Slots slots, const int32_t*& next) : values(PyTuple_GET_SIZE(head.args)) {
+  template <class Number>
+  Arguments(const Head& head, Slots slots, const Number*& next) : values(PyTuple_GET_SIZE(head.args)) {
     for (size_t i = 0; i < values.size(); ++i) values[i] = PyTuple_GET_ITEM(head.args, i);
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(head.places); ++i) {
       PyObject* place = PyTuple_GET_ITEM(head.places, i);
@@ -49,30 +50,36 @@ class Arguments {
   std::vector<nb::object> lists;
 };
 
-constexpr int32_t NOBODY = -1;  // in place of the slot of a result that nobody reads
+constexpr int NOBODY = -1;  // in place of the slot of a result that nobody reads
 
-void fill(Slots slots, PyObject* result, Py_ssize_t fills, const int32_t*& next) {
+template <class Number>
+void fill(Slots slots, PyObject* result, Py_ssize_t fills, const Number*& next) {
   if (!PyTuple_Check(result) && !PyList_Check(result)) return slots.set(*next++, result);
   PyObject* const* parts = PySequence_Fast_ITEMS(result);
   const Py_ssize_t count = fills == 1 ? 1 : PySequence_Fast_GET_SIZE(result);
   for (Py_ssize_t i = 0; i < count; ++i)
-    if (const int32_t number = *next++; number != NOBODY) slots.set(number, parts[i]);
+    if (const Number number = *next++; number != NOBODY) slots.set(number, parts[i]);
 }
 
-void run_tape(nb::list heads, Address numbers, nb::list slots_list) {
-  const int32_t* next = at<int32_t>(numbers);
+template <class Number>
+void run(nb::list heads, int64_t calls, const Number* next, nb::list slots_list) {
   Slots slots{slots_list.ptr()};
-  for (size_t i = 0; i < heads.size(); ++i) {
-    const Head head(PyList_GET_ITEM(heads.ptr(), i));
+  for (int64_t i = 0; i < calls; ++i) {
+    const Head head(PyList_GET_ITEM(heads.ptr(), *next++));
     nb::object result;
     {
       const Arguments args(head, slots, next);
       result = nb::steal(PyObject_VectorcallDict(head.function, args.data(), args.size(), head.kwargs));
     }
     if (!result.is_valid()) throw nb::python_error();
-    for (int32_t frees = *next++; frees > 0; --frees) slots.set(*next++, Py_None);
+    for (int64_t frees = *next++; frees > 0; --frees) slots.set(*next++, Py_None);
     if (head.fills) fill(slots, result.ptr(), head.fills, next);
   }
+}
+
+void run_tape(nb::list heads, int64_t calls, Address numbers, int itemsize, nb::list slots) {
+  if (itemsize == sizeof(int16_t)) run(heads, calls, at<const int16_t>(numbers), slots);
+  else run(heads, calls, at<const int32_t>(numbers), slots);
 }
 }  // namespace
 

@@ -93,8 +93,7 @@ class Stepper:
         self._clip = math.inf  # of the update in progress alone, besides the task's
         self._updating = False  # also after an error in the middle of it
         self._made: list[tuple[int, int]] = []  # the gradients as the last backward pass left them
-        taken = "the optimizer takes gradients while the backward pass makes them" if self.in_backward else ""
-        self.tapes = Tapes(task.model, taken) if task.static_graph else None
+        self.tapes = Tapes(task.model) if task.static_graph else None
 
     def step(self, batch: Any) -> Tensor:
         (pieces, counts), total = self._together.counted(lambda: self._cut(batch))

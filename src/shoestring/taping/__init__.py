@@ -68,7 +68,7 @@ class Tapes:
     @property
     def length(self) -> int:
         """The operators on the tape; 0 if there is none."""
-        return 0 if self._tape is None else len(self._tape.heads)
+        return 0 if self._tape is None else self._tape.calls
 
     def clear(self) -> None:
         """Forgets the tape: something of the model is about to change."""

@@ -7,13 +7,14 @@ leaves behind in the model.
 
 import weakref
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
@@ -22,7 +23,18 @@ from ..kernels.define import body_of, compiled_form
 from ..kernels.prepared import ALLOCATIONS, prepare
 from ..randomness import draws
 from ..user_hooks import hooked_modules
-from .tape import NOBODY, Head, Leaves, Tape, accumulate, given_tensors, gradients_of, has_hook, with_key_of_pass
+from .tape import (
+    NOBODY,
+    Head,
+    Leaves,
+    Tape,
+    accumulate,
+    given_tensors,
+    gradients_of,
+    has_hook,
+    longer,
+    with_key_of_pass,
+)
 
 _aten = torch.ops.aten
 
@@ -63,6 +75,16 @@ def unseen() -> Iterator[None]:
         yield
 
 
+def hand_over(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+    """Gives a tensor of the pass to what is no part of it, such as an update of weights: take(tensor). A tape does so
+    again, with the tensor of its own pass."""
+    mode = _get_current_dispatch_mode()
+    if isinstance(mode, _Recorder):
+        mode.hand_over(tensor, take)
+    with unseen():
+        take(tensor)
+
+
 class _Watch(weakref.ref):
     """Of a storage, whose key it knows after its death."""
 
@@ -76,8 +98,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, given: list[Tensor], gradients: list[Tensor | None]) -> None:
         super().__init__()
-        self.heads: list[Head] = []
-        self.numbers = array("i")  # of each call: the slots that it reads and fills
+        self.heads: list[Head] = []  # of all kinds of calls
+        self.calls = array("h")  # of each call: the number of its head
+        self.numbers = array("h")  # of each call: the slots that it reads and fills
         self.constants: dict[int, weakref.ref] = {}  # tensors that no operator of the pass has made
         self.blank: set[int] = set()  # storages that no operator has written to
         self.depends = bytearray()  # of each slot, whether its values depend on what the pass is given
@@ -87,7 +110,7 @@ class _Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Any, ...]] = {}
         self._shared: dict[Any, Any] = {}
         self.pass_number: list[int] | None = None  # which the tape counts on
-        self.prepared: dict[int, Callable] = {}  # of a head, by its id: a kernel with all but the addresses decided
+        self.prepared: dict[int, Callable] = {}  # of a head, by its number: a kernel with all but the addresses decided
         self.given = array("i", [self._given(tensor) for tensor in given])
         first = len(self.depends)
         self.given.extend(NOBODY if gradient is None else self._given(gradient) for gradient in gradients)
@@ -114,6 +137,15 @@ class _Recorder(TorchDispatchMode):
         self._write(func, args, kwargs, places, reads, result)
         self._follow_blank(func, unwritten, result)
         return result
+
+    def hand_over(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
+        number = self._known_slot(tensor) if tensor.layout == torch.strided else None
+        if number is None:
+            self.refused = self.refused or "a gradient comes from elsewhere"
+            return
+        self.heads.append(Head(take, (None,), {}, (0,), 0))
+        self.prepared[len(self.heads) - 1] = take
+        self._call(len(self.heads) - 1, [number])
 
     def _unwritten(self, func: Any, args: tuple, places: tuple) -> set[int]:
         """The storages that the operator reads and nobody has written to; what it writes to is blank no more."""
@@ -154,10 +186,14 @@ class _Recorder(TorchDispatchMode):
             return  # another name of what is there: detach, alias, a view of the same shape
         for number in reads if changes else ():
             self.depends[number] |= depends
-        self.heads.append(self._head(func, args, kwargs, places, len(fills)))
-        self.numbers.extend((*reads, *fills))
+        self._call(self._head(func, args, kwargs, places, len(fills)), (*reads, *fills))
 
-    def _head(self, func: Any, args: tuple, kwargs: dict[str, Any], places: tuple, fills: int) -> Head:
+    def _call(self, head: int, slots: Sequence[int]) -> None:
+        self.calls = longer(self.calls, (head,))
+        self.numbers = longer(self.numbers, slots)
+
+    def _head(self, func: Any, args: tuple, kwargs: dict[str, Any], places: tuple, fills: int) -> int:
+        """The number of the head of such calls."""
         template = tuple(
             None if isinstance(arg, Tensor) else [None if isinstance(part, Tensor) else part for part in arg]
             if isinstance(arg, list | tuple) else arg for arg in args
@@ -165,9 +201,10 @@ class _Recorder(TorchDispatchMode):
         forms = tuple(_form(_at(args, place)) for place in places) if body_of(func) else ()
         key = func, repr(template), repr(kwargs), places, fills, forms
         if key not in self._shared:
-            head = self._shared[key] = Head(func, template, kwargs, places, fills)
+            number = self._shared[key] = len(self.heads)
+            self.heads.append(Head(func, template, kwargs, places, fills))
             if ready := self._keyed(func, args) or prepare(func, args):
-                self.prepared[id(head)] = ready
+                self.prepared[number] = ready
         return self._shared[key]
 
     def _keyed(self, func: Any, args: tuple) -> Callable | None:
@@ -193,8 +230,7 @@ class _Recorder(TorchDispatchMode):
         self.only_added_to &= base not in self.sums  # a view of a gradient reads it
         number = self._new(tensor, bool(self.depends[base]))
         view = (None, list(tensor.shape), list(tensor.stride()), tensor.storage_offset())
-        self.heads.append(self._head(torch.ops.aten.as_strided.default, (tensor, *view[1:]), {}, (0,), 1))
-        self.numbers.extend((base, number))
+        self._call(self._head(torch.ops.aten.as_strided.default, (tensor, *view[1:]), {}, (0,), 1), (base, number))
         return number
 
     def _given(self, tensor: Tensor) -> int:
@@ -262,6 +298,11 @@ def _check(func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         raise _NotStatic(f"{func} runs on another device than a CPU")
 
 
+def _changes(function: Any) -> bool:
+    """Whether a call does more than to make tensors: an operator says so, what tensors are handed over to does."""
+    return not isinstance(function, OpOverload) or function._schema.is_mutable
+
+
 def _reads_shape(func: Any, args: tuple, place: int | tuple[int, int]) -> bool:
     """Whether the operator reads of this argument its shape and layout only: a convolution's input, where the gradient
     of its weight is not wanted."""
@@ -320,22 +361,23 @@ class _Compact:
 
     def __init__(self, recorder: _Recorder, wanted: set[int]) -> None:
         self.recorder = recorder
-        self.kept: list[tuple[Head, list[int], list[int], list[int]]] = []  # head, reads, frees, fills
+        self.kept: list[tuple[int, list[int], list[int], list[int]]] = []  # head, reads, frees, fills
         self.may_begin = recorder.only_added_to
         alive, end = set(wanted), len(recorder.numbers)
-        for head in reversed(recorder.heads):
+        for call in reversed(recorder.calls):
+            head = recorder.heads[call]
             start = end - len(head.places) - head.fills
             reads = list(recorder.numbers[start : start + len(head.places)])
             fills = [number if number in alive else NOBODY for number in recorder.numbers[end - head.fills : end]]
             end = start
             if all(number == NOBODY for number in fills):
-                if not head.function._schema.is_mutable:
+                if not _changes(head.function):
                     continue
                 fills = []
             if self.may_begin and reads and reads[0] in recorder.sums:
                 fills = reads[:1]
                 self.may_begin = reads[1] not in alive  # else two parameters might get the same tensor
-            self.kept.append((head, reads, [*({*reads} - alive)], fills))
+            self.kept.append((call, reads, [*({*reads} - alive)], fills))
             alive.update(reads)
         self.kept.reverse()
         self._names: dict[int, int] = {}
@@ -350,24 +392,28 @@ class _Compact:
         return self._names[number]
 
     def tape(self, loss: int, gradients: list[tuple[nn.Module, str, int]]) -> Tape:
-        recorder, heads, numbers = self.recorder, dict[Any, Head](), array("i")
+        recorder, heads, numbers = self.recorder, dict[Any, Head](), array("h")
         read = {number for _, reads, *_ in self.kept for number in reads} | {loss}
         given = array("i", [self._name(number) if number in read else NOBODY for number in recorder.given])
         constants = {self._name(number): _kept(held) for number, held in recorder.constants.items() if number in read}
-        calls, most = [], len(self._names)
-        for head, reads, frees, fills in self.kept:
+        order, most = dict[Any, int](), len(self._names)
+        for call, reads, frees, fills in self.kept:
             adds = bool(reads) and fills == reads[:1]
-            key = id(head), len(fills), adds
+            key = call, len(fills), adds
             if key not in heads:
-                ready = recorder.prepared.get(id(head)) or compiled_form(head.function)
+                head = recorder.heads[call]
+                ready = recorder.prepared.get(call) or compiled_form(head.function)
                 function = accumulate if adds else ready
                 heads[key] = head._replace(function=function, fills=len(fills))
-            calls.append(heads[key])
-            numbers.extend(map(self._name, reads))
+                order[key] = len(order)
+            reading = [*map(self._name, reads)]
             freed = [self._names.pop(number) for number in frees]
             self._free += freed
-            numbers.extend((len(freed), *freed, *map(self._name, fills)))
+            numbers = longer(numbers, (order[key], *reading, len(freed), *freed, *map(self._name, fills)))
             most = max(most, len(self._names) + len(self._free))
         left = [(module, name, self._name(number)) for module, name, number in gradients]
         number = recorder.pass_number
-        return Tape(calls, numbers, most, given, constants, self._name(loss), left, self.may_begin, number)
+        heads_in_order, calls = [*heads.values()], len(self.kept)
+        return Tape(
+            heads_in_order, calls, numbers, most, given, constants, self._name(loss), left, self.may_begin, number
+        )

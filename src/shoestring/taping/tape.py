@@ -26,10 +26,12 @@ class Head(NamedTuple):
 
 
 class Tape(NamedTuple):
-    """Calls of operators on numbered slots. In `numbers` each call has the slots that it reads, how many slots are read
-    there for the last time and which, and the slots of its results. It is small, for networks that are."""
+    """Calls of operators on numbered slots. In `numbers` each call has the number of its head, the slots that it reads,
+    how many slots are read there for the last time and which, and the slots of its results. It is small, for networks
+    that are: in 16 bits, while they are enough."""
 
     heads: list[Head]
+    calls: int
     numbers: "array[int]"
     slots: int
     given: "array[int]"  # the slot of each of `given_tensors` and `gradients_of`, in their order, or NOBODY
@@ -56,12 +58,13 @@ class Tape(NamedTuple):
         return slots[self.loss]
 
     def _do_compiled(self, slots: list[Any]) -> None:
-        core.run_tape(self.heads, self.numbers.buffer_info()[0], slots)
+        core.run_tape(self.heads, self.calls, self.numbers.buffer_info()[0], self.numbers.itemsize, slots)
 
     def _do(self, slots: list[Any]) -> None:
         """The calls, one after another: what csrc/tape.cpp does without Python's work for each."""
         numbers = iter(self.numbers)
-        for function, template, kwargs, places, fills in self.heads:
+        for _ in range(self.calls):
+            function, template, kwargs, places, fills = self.heads[next(numbers)]
             args = [*template]
             for place in places:
                 tensor = slots[next(numbers)]
@@ -88,6 +91,15 @@ def _put_inside(args: list[Any], place: Any, tensor: Tensor) -> None:
     outer, inner = place
     args[outer] = [*args[outer]]  # the template's own list is for other runs
     args[outer][inner] = tensor
+
+
+def longer(numbers: "array[int]", more: Sequence[int]) -> "array[int]":
+    """Numbers and more of them, in 16 bits while they all fit."""
+    try:
+        numbers.extend(array(numbers.typecode, more))
+    except OverflowError:
+        numbers = array("i", [*numbers, *more])
+    return numbers
 
 
 def accumulate(gradient: Tensor | None, new: Tensor) -> Tensor:

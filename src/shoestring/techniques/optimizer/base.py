@@ -8,6 +8,7 @@ gradient accumulation as well: gradients are folded into the momentum, which is 
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ...kernels.moments import Moment, blocks_of, new_moment
 from ...kernels.update import Noise, sgd_accumulate
 from ...ledger import Phase
 from ...phases import phase
+from ...taping.recorder import hand_over
 from ...task import Task
 
 LOSS_SCALE = "a loss scale must see that all are finite before any weight changes: use bf16 or fp32"
@@ -102,7 +104,8 @@ class LeanOptimizer(torch.optim.Optimizer):
             if weight.grad is None:
                 continue
             if self.in_backward:
-                self._take_gradient(weight, group, noise)
+                gradient, weight.grad = weight.grad, None
+                self._take_gradient(weight, gradient, group, noise)
             else:
                 self.update(weight, group, local(weight.grad), factor, noise)
         if self.folds_into_momentum:
@@ -159,23 +162,27 @@ class LeanOptimizer(torch.optim.Optimizer):
             yield weight, self._hook(group, noise, names.get(weight, "a weight"))
 
     def _hook(self, group: dict, noise: Noise, name: str) -> Callable[[Tensor], None]:
+        seed, number, _ = noise
+
         def take(weight: Tensor) -> None:
-            if weight.grad is None:  # a function had no gradient for it
-                return
+            if weight.grad is not None:  # else a function had no gradient for it
+                gradient, weight.grad = weight.grad, None
+                hand_over(gradient, partial(took, weight))
+
+        def took(weight: Tensor, gradient: Tensor) -> None:
+            now = seed, number, group["updates"]  # of the step that runs, which a tape outlives
             with torch.no_grad(), phase(Phase.UPDATE):
                 if self.sums:
-                    self._add_up(weight, group, noise, name)
+                    self._add_up(weight, gradient, group, now, name)
                 else:
-                    self._check_finite(weight, name)
-                    self._take_gradient(weight, group, noise)
+                    self._check_finite(gradient, name)
+                    self._take_gradient(weight, gradient, group, now)
 
         return take
 
-    def _add_up(self, weight: Tensor, group: dict, noise: Noise, name: str) -> None:
+    def _add_up(self, weight: Tensor, gradient: Tensor, group: dict, noise: Noise, name: str) -> None:
         """Adds a gradient to the sum of the step's, rounded by chance: to nearest, what is small beside the sum would
         be lost again and again."""
-        gradient, weight.grad = weight.grad, None
-        assert gradient is not None
         if not all_finite(gradient):
             self.not_finite = self.not_finite or f"the gradient of {name}"
             return
@@ -188,12 +195,10 @@ class LeanOptimizer(torch.optim.Optimizer):
         chance = None if is_first else (seed, number + (self._folds << 20), updates)
         sgd_accumulate(weight, gradient, self._summed[weight], noise=chance)
 
-    def _check_finite(self, weight: Tensor, name: str) -> None:
+    def _check_finite(self, gradient: Tensor, name: str) -> None:
         """Refuses to apply a gradient that is not finite; those before it in this step have been applied."""
-        assert weight.grad is not None
-        if weight.grad.layout != torch.strided or all_finite(weight.grad):  # the update refuses other layouts
+        if gradient.layout != torch.strided or all_finite(gradient):  # the update refuses other layouts
             return
-        weight.grad = None
         before = (
             f"{len(self._taken)} others had been applied before it, so that weights and state are between two updates: "
             "go on from the last save, without no-gradient, or"
@@ -202,9 +207,7 @@ class LeanOptimizer(torch.optim.Optimizer):
         )
         raise Diverged(f"the gradient of {name} is not finite; {before} lower the learning rate")
 
-    def _take_gradient(self, weight: Tensor, group: dict, noise: Noise) -> None:
-        gradient, weight.grad = weight.grad, None
-        assert gradient is not None
+    def _take_gradient(self, weight: Tensor, gradient: Tensor, group: dict, noise: Noise) -> None:
         is_first = weight not in self._taken
         self._taken[weight] = None
         if self.folds_into_momentum:
