@@ -1,8 +1,8 @@
 // The weight gradient of a dense convolution: dW[o][i][k] = sum over samples and outputs of dy[o] x[i, at tap k].
 // Registers hold pairs (tap, input channel) x WIDE output channels over the outputs of a band (pairs.h). A block of
-// output channels is summed over the whole batch in FP32 before it is rounded to the storage of the gradient. Threads
-// share the sums out among themselves and fill bands of their own: none waits for another, and the order of a sum does
-// not depend on how many there are.
+// output channels is summed over the whole batch in FP32 before it is rounded to the storage of the gradient, or over
+// each half of it, where there is room for two sums. Threads share out the halves, and of each half the sums, and fill
+// bands of their own: none waits for another, and the order of a sum does not depend on how many there are.
 #include "conv.h"
 
 #include <nanobind/stl/array.h>
@@ -30,6 +30,7 @@ struct Correlation {
   int64_t groups;
   bool depthwise;  // each output channel reads its own source channel: all groups are taken as one
   int64_t samples, rows;            // whose outputs are summed from one band
+  int64_t halves;                   // of the batch, each with sums of its own: 1 or 2
 
   int64_t band_width() const { return span_x.reach(x.count, x.source_step); }
   int64_t band_rows() const { return span_y.reach(rows, y.source_step); }
@@ -37,6 +38,7 @@ struct Correlation {
   int64_t band_floats() const { return samples * band_rows() * band_width() * depth(); }
   int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
 
+  int64_t first_sample(int64_t half) const { return source.batch * half / halves; }
   int64_t pieces() const { return (terms + HIGH - 1) / HIGH; }
 
   // Where the sums of a task begin: [WIDE channels at a time][pair][WIDE].
@@ -70,7 +72,8 @@ struct Correlation {
   }
 };
 
-Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int64_t samples, int64_t rows) {
+Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int64_t samples, int64_t rows,
+                        int64_t halves) {
   Correlation c;
   c.y = forward_axis(g.out_height, g.kernel_y, g.stride_y, g.padding_y, g.dilation_y);
   c.x = forward_axis(g.out_width, g.kernel_x, g.stride_x, g.padding_x, g.dilation_x);
@@ -80,7 +83,7 @@ Correlation correlation(const Geometry& g, bool planar_x, bool planar_grad, int6
   c.groups = g.groups, c.depthwise = is_depthwise(g);
   if (c.depthwise) c.outputs = g.groups, c.groups = 1;
   c.terms = c.sources * g.kernel_y * g.kernel_x;
-  c.samples = samples, c.rows = rows;
+  c.samples = samples, c.rows = rows, c.halves = halves;
   return c;
 }
 
@@ -112,12 +115,14 @@ struct Work {
     }
   }
 
-  // One share of the sums of output channels [first, first + channels), over the whole batch.
-  void sum_share(int64_t group, int64_t first, int64_t channels, Share share, float* sums, float* bands) const {
+  // One share of the sums of output channels [first, first + channels), over a half of the batch.
+  void sum_share(int64_t group, int64_t first, int64_t channels, int64_t half, Share share, float* sums,
+                 float* bands) const {
     if (c.depthwise && share.wides() > 1) {  // each reads other source channels
       for (int64_t wide = share.first, pieces = c.pieces(); wide < share.last; ++wide)
-        sum_share(group, first, channels, {std::max(share.begin, wide * pieces), std::min(share.end, (wide + 1) * pieces),
-                                           wide, wide + 1}, sums, bands);
+        sum_share(group, first, channels, half,
+                  {std::max(share.begin, wide * pieces), std::min(share.end, (wide + 1) * pieces), wide, wide + 1}, sums,
+                  bands);
       return;
     }
     const int64_t from = c.depthwise ? first + share.first * WIDE : group * c.sources;
@@ -126,9 +131,10 @@ struct Work {
     for (int64_t task = share.begin; task < share.end; ++task)  // by the core that adds to them
       std::fill(sums + c.first_sum(task), sums + c.first_sum(task + 1), 0.0f);
     std::fill(grads, grads + share.wides() * c.grad_floats(), 0.0f);  // lanes without a channel stay zero
-    for (int64_t n = 0; n < c.source.batch; n += c.samples)
+    const int64_t end = c.first_sample(half + 1);
+    for (int64_t n = c.first_sample(half); n < end; n += c.samples)
       for (int64_t row = 0; row < c.y.count; row += c.rows) {
-        const int64_t samples = std::min(c.samples, c.source.batch - n), rows = std::min(c.rows, c.y.count - row);
+        const int64_t samples = std::min(c.samples, end - n), rows = std::min(c.rows, c.y.count - row);
         const Band band{bands, row * c.y.source_step + c.span_y.first, c.span_y.reach(rows, c.y.source_step),
                         c.span_x.first, c.band_width(), from, sources, c.depth()};
         const Band grad_band{grads, row, rows, 0, c.x.count, first, channels, WIDE};
@@ -152,20 +158,22 @@ struct Work {
     fill_band(from, n, band);
   }
 
-  // The sums of output channels [first, first + channels) of a group: [WIDE at a time][pair][WIDE].
+  // The sums of output channels [first, first + channels) of a group: [half][WIDE at a time][pair][WIDE].
   void run(int64_t group, int64_t first, int64_t channels, float* sums, float* bands, int threads) const {
     const int64_t wides = (channels + WIDE - 1) / WIDE;
-    const int parts = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
-#pragma omp parallel for num_threads(parts) schedule(static, 1)
-    for (int part = 0; part < parts; ++part)
-      sum_share(group, first, channels, c.share(wides, part, parts), sums, bands + part * c.share_floats(wides, parts));
+    const int size = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
+    const int64_t parts = size % c.halves ? size : size / c.halves;  // of each half, so that all threads have as many
+#pragma omp parallel for num_threads(size) schedule(static, 1)
+    for (int64_t i = 0; i < c.halves * parts; ++i)
+      sum_share(group, first, channels, i / parts, c.share(wides, i % parts, parts),
+                sums + i / parts * wides * c.terms * WIDE, bands + omp_get_thread_num() * c.share_floats(wides, parts));
   }
 
   // Rounds (or adds) the sums of `channels` output channels to their weights [channel][source channel][tap],
   // turned a square at a time.
   template <class W>
   void finish(const float* sums, int64_t channels, bool accumulate, W* out, int threads) const {
-    const int64_t taps = c.terms / c.sources;
+    const int64_t taps = c.terms / c.sources, second = (channels + WIDE - 1) / WIDE * c.terms * WIDE;
 #pragma omp parallel for num_threads(team(threads, channels * c.terms))
     for (int64_t o = 0; o < channels; o += LANES) {
       const float* from = sums + o / WIDE * c.terms * WIDE + o % WIDE;
@@ -174,7 +182,8 @@ struct Work {
         const int few = static_cast<int>(std::min<int64_t>(LANES, c.terms - j));
         Square square = {};
         for (int k = 0; k < few; ++k) {
-          square[k] = load(from + (tap * c.sources + source_) * WIDE);
+          const float* sum = from + (tap * c.sources + source_) * WIDE;
+          square[k] = c.halves == 1 ? load(sum) : load(sum) + load(sum + second);
           if (++tap == taps) ++source_, tap = 0;
         }
         transpose(square);
@@ -188,32 +197,35 @@ struct Work {
 };
 }  // namespace
 
-// What a budget of scratch bytes allows two threads -> {block of output channels, samples, rows, floats}. Six tenths
-// hold sums, the rest the threads' bands of source and gradient; a third thread and more add theirs, for the order of
-// the sums must not depend on them. At least WIDE channels and one row of one sample.
-static std::array<int64_t, 4> conv_weight_plan(const Sizes& sizes, int64_t budget, int threads) {
-  Correlation c = correlation(Geometry(sizes), true, true, 1, 1);
+// What a budget of scratch bytes allows two threads -> {block of output channels, samples, rows, halves, floats}. Six
+// tenths hold sums, the rest the threads' bands of source and gradient; a third thread and more add theirs, for the
+// order of the sums must not depend on them. At least WIDE channels and one row of one sample.
+static std::array<int64_t, 5> conv_weight_plan(const Sizes& sizes, int64_t budget, int threads) {
+  Correlation c = correlation(Geometry(sizes), true, true, 1, 1, 1);
   const int64_t floats = budget / static_cast<int64_t>(sizeof(float));
   const int64_t most = std::max<int64_t>(1, floats * 6 / 10 / c.terms / WIDE), all = (c.outputs + WIDE - 1) / WIDE;
   const int64_t blocks = (all + most - 1) / most, wides = (all + blocks - 1) / blocks;
+  // Threads that have the same sums read other samples: of the same samples each would fill the source's band.
+  if (!c.depthwise && c.source.batch > 1 && 2 * all <= most) c.halves = 2;
   const auto need = [&](int64_t samples, int64_t rows, int64_t parts) {
     c.samples = samples, c.rows = rows;
-    return wides * c.terms * WIDE + parts * c.share_floats(wides, parts);
+    return c.halves * wides * c.terms * WIDE + parts * c.share_floats(wides, c.halves == 2 ? 1 : parts);
   };
   int64_t samples = 1, rows = std::min(c.y.count, (ENOUGH + c.x.count - 1) / c.x.count);
   while (rows > 1 && need(1, rows, 2) > floats) rows = (rows + 1) / 2;
-  while (samples < c.source.batch && samples * rows * c.x.count < ENOUGH && need(samples + 1, rows, 2) <= floats)
+  while (samples * c.halves < c.source.batch && samples * rows * c.x.count < ENOUGH &&
+         need(samples + 1, rows, 2) <= floats)
     ++samples;
-  return {wides * WIDE, samples, rows, std::max(need(samples, rows, threads), need(samples, rows, 1))};
+  return {wides * WIDE, samples, rows, c.halves, std::max(need(samples, rows, threads), need(samples, rows, 1))};
 }
 
 static void conv_weight_gradient(const Sizes& sizes, Address grad, bool planar_grad, Address x, bool planar_x,
                                  Address scale, Address shift, bool rectify, int storage, Address out,
                                  int out_storage, bool accumulate, int64_t block, int64_t samples, int64_t rows,
-                                 Address scratch, int threads) {
+                                 int64_t halves, Address scratch, int threads) {
   const Geometry geometry(sizes);
-  const Correlation c = correlation(geometry, planar_x, planar_grad, samples, rows);
-  float *sums = at<float>(scratch), *bands = sums + block * c.terms;
+  const Correlation c = correlation(geometry, planar_x, planar_grad, samples, rows, halves);
+  float *sums = at<float>(scratch), *bands = sums + halves * block * c.terms;
   with_storage(storage, [&](auto type) {
     using T = decltype(type);
     const Work<T> work{c, {c.source, at<T>(x), at<float>(scale), at<float>(shift), rectify},

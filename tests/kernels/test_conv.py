@@ -158,14 +158,19 @@ def test_the_compiled_kernels_equal_their_references(dtype):
     assert_close(ours(x, weight, bias, grad_y, options), twins, 1e-3 if dtype == torch.float16 else 2e-6)
 
 
-def test_results_do_not_depend_on_the_number_of_threads():
-    x, grad_y, weight, bias, options = make((5, 20, 36, (9, 9), 3, 1, 1, 1, 1))
+@pytest.mark.parametrize(
+    "geometry",
+    [(5, 20, 36, (9, 9), 3, 1, 1, 1, 1), (3, 128, 96, (5, 7), 3, 2, 1, 1, 1), (1, 8, 8, (9, 9), 3, 1, 1, 1, 1)],
+    ids=["room for two sums", "room for one", "one sample"],
+)
+def test_results_do_not_depend_on_the_number_of_threads(geometry):
+    x, grad_y, weight, bias, options = make(geometry)
     before, results = torch.get_num_threads(), []
-    for count in (1, 2):
+    for count in (1, 2, 3, 4):
         torch.set_num_threads(count)
         results.append(ours(x, weight, bias, grad_y, options))
     torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) for others in results[1:] for a, b in zip(results[0], others, strict=True))
 
 
 def test_maps_with_gaps_and_mixed_layouts_are_read_in_their_own_order():
