@@ -1,7 +1,7 @@
 """Heap peak and time of lean training steps beside plain PyTorch: WRN-28-2 or another built-in model.
 
     python benchmarks/lean_steps.py --heap                     # each plan in a fresh process under the heap meter
-    python benchmarks/lean_steps.py --time --threads 1 2       # interleaved in one process, medians
+    python benchmarks/lean_steps.py --time --threads 1 2       # each in a process of its own, in turn, medians
     python benchmarks/lean_steps.py --heap --plan checkpoint=residual-2* microbatch=10
 
 The heap figure is what the process allocates above its state after a warm-up of the same configuration, model building
@@ -12,12 +12,11 @@ torch.utils.checkpoint around each block, or, with --compile, torch.compile. Rat
 import argparse
 import gc
 import json
-import statistics
-import time
 from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
+from turns import medians
 
 import shoestring
 import shoestring.training.apply
@@ -79,17 +78,13 @@ def heap(model: str, batch: int, plan: dict) -> int:
 
 
 def times(model: str, batch: int, plans: list[dict], repeats: int) -> list[float]:
-    """Median seconds of a step for each plan, their steps interleaved."""
-    data = builtin(model, batch).batch
-    leans = [build(builtin(model, batch), plan) for plan in plans]
-    seconds: list[list[float]] = [[] for _ in plans]
-    for repeat in range(repeats + 1):
-        for lean, taken in zip(leans, seconds, strict=True):
-            start = time.perf_counter()
-            lean.step(data)
-            if repeat:
-                taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in seconds]
+    """Median seconds of a step for each plan, their steps in turn."""
+    return medians(made, [(model, batch, plan) for plan in plans], repeats)
+
+
+def made(model: str, batch: int, plan: dict) -> tuple[shoestring.training.apply.LeanTask, tuple]:
+    task = builtin(model, batch)
+    return build(task, plan), task.batch
 
 
 def main() -> None:
@@ -110,10 +105,10 @@ def main() -> None:
             print(f"{json.dumps(plan):60} heap peak {format_bytes(heap(args.model, args.batch, plan))}", flush=True)
     for threads in args.threads if args.time else []:
         torch.set_num_threads(threads)
-        medians = times(args.model, args.batch, plans, args.repeats)
-        best = min(medians[: len(LAYOUTS)])
+        seconds_of = times(args.model, args.batch, plans, args.repeats)
+        best = min(seconds_of[: len(LAYOUTS)])
         print(cpu_name())
-        for plan, seconds in zip(plans, medians, strict=True):
+        for plan, seconds in zip(plans, seconds_of, strict=True):
             print(f"{json.dumps(plan):60} {threads} threads {seconds:.3f} s  {seconds / best:.2f}x", flush=True)
 
 

@@ -12,15 +12,14 @@ measured.
 import argparse
 import datetime
 import json
-import statistics
 import time
 from collections.abc import Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from lean_steps import build, builtin, cpu_name
+from turns import medians
 
 import shoestring
 from shoestring import Task
@@ -77,39 +76,14 @@ def lean_of(model: str, size: int, plan: dict) -> shoestring.training.apply.Lean
     return build(builtin(model, size), plan)
 
 
-def steps(model: str, size: int, plan: dict, threads: int, turns: Connection) -> None:
-    """A process: warms up, then takes a step and tells its seconds whenever it is its turn."""
-    torch.set_num_threads(threads)
-    lean, batch = lean_of(model, size, plan), task_of(model, size).batch
-    for _ in range(3):
-        lean.step(batch)
-    clock = time.process_time if threads == 1 else time.perf_counter
-    turns.send(0.0)
-    while turns.recv():
-        start = clock()
-        lean.step(batch)
-        turns.send(clock() - start)
+def made(model: str, size: int, plan: dict) -> tuple[shoestring.training.apply.LeanTask, Any]:
+    return lean_of(model, size, plan), task_of(model, size).batch
 
 
 def measured(model: str, size: int, plans: list[dict], repeats: int) -> list[float]:
-    """Median seconds of a step for each plan, in a process of its own, as users have it: in one, each would find the
-    memory that it freed given back to the system for the others. Their steps in turn."""
-    context, seconds = get_context("spawn"), [[] for _ in plans]
-    ends, workers = [], []
-    for plan in plans:
-        end, other = context.Pipe()
-        workers.append(context.Process(target=steps, args=(model, size, plan, torch.get_num_threads(), other)))
-        workers[-1].start()
-        end.recv()  # it is warm
-        ends.append(end)
-    for goes_on in [True] * repeats + [False]:
-        for end, taken in zip(ends, seconds, strict=True):
-            end.send(goes_on)
-            if goes_on:
-                taken.append(end.recv())
-    for worker in workers:
-        worker.join()
-    return [statistics.median(taken) for taken in seconds]
+    """Median seconds of a step for each plan."""
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    return medians(made, [(model, size, plan) for plan in plans], repeats, clock)
 
 
 def predicted(model: str, size: int, plans: Sequence[dict]) -> list[float]:

@@ -4,9 +4,9 @@
     python benchmarks/readme_table.py time         # the times alone, on a quiet machine
     python benchmarks/readme_table.py              # README's table again from docs/steps.json
 
-The heap is measured in a fresh process per row; the steps of all rows are interleaved in one process, and their medians
-are told as a ratio to the faster of PyTorch's two eager layouts, in a column for each kind of machine. README's tables
-are nothing but docs/steps.json and docs/results drawn: a test compares them.
+The heap is measured in a fresh process per row. The steps of all rows take turns, each row in a process of its own;
+their medians are told as a ratio to the faster of PyTorch's two eager layouts, in a column for each kind of machine.
+README's tables are nothing but docs/steps.json and docs/results drawn: a test compares them.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def table(found: dict) -> str:
         told = " | ".join(", ".join(f"{ratio[i]:.2f}" for ratio in ratios[kind] if i < len(ratio)) for kind in machines)
         lines.append(f"| {words} | {found['heap_bytes'][i] / 1e6:.3g} | {told} | {risk} |")
     where = "; ".join(f"{kind}: {measured(found['plans'], one)}" for kind, one in machines.items())
-    how = f"Beside the faster of PyTorch's eager layouts, interleaved. {where}. Heap: {found['heap_cpu']}."
+    how = f"Beside the faster of PyTorch's eager layouts, in turn. {where}. Heap: {found['heap_cpu']}."
     return "\n".join([*lines, "", how, ""])
 
 
