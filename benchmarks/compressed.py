@@ -65,6 +65,7 @@ MODELS = {
 }
 BESIDE_WORDS = "1 - cosine² of `adaptive` and of the best uniform rules of at most as many bytes"
 PLAIN = ({}, {"pytorch": "channels_last"})
+AT_ONCE = 4  # rules whose steps take turns with plain training's, each in a process that keeps its memory
 WHAT = ("saved", "heap", "cosine", "time")
 ROWS = Path(__file__).parent.parent / "docs" / "compressed.json"
 CARD = ROWS.parent / "techniques" / "activations.md"
@@ -141,12 +142,12 @@ def cosines(model: str, rules: list[str], root: str, updates: int, probes: int) 
 
 
 def ratios(model: str, rules: list[str], repeats: int, threads: int) -> dict[str, float]:
-    """Seconds of a step under each of the rules over those of the better plain layout, all interleaved."""
+    """Seconds of a step under each of the rules over those of the better plain layout, in turn."""
     torch.set_num_threads(threads)
     task, size = builtin(model, MODELS[model].size), MODELS[model].size
     plans = [*PLAIN, *({"activations": sized(rule, task)} for rule in rules)]
-    medians = times(model, size, plans, repeats)
-    return dict(zip(rules, (seconds / min(medians[:2]) for seconds in medians[2:]), strict=True))
+    seconds = times(model, size, plans, repeats)
+    return dict(zip(rules, (each / min(seconds[:2]) for each in seconds[2:]), strict=True))
 
 
 # -- results ------------------------------------------------------------------------------------------------------
@@ -195,9 +196,10 @@ def measure(model: str, args: argparse.Namespace) -> None:
             note(model, rule, cosine=round(cosine, 5), updates=args.updates, probes=args.probes)
     for threads in args.threads if "time" in args.measure else ():
         name = f"time, {threads}"
-        if rules := missing(model, name, wanted):
+        rules = missing(model, name, wanted)
+        for some in (rules[i : i + AT_ONCE] for i in range(0, len(rules), AT_ONCE)):
             load = os.getloadavg()[0]
-            for rule, ratio in ratios(model, rules, args.repeats, threads).items():
+            for rule, ratio in ratios(model, some, args.repeats, threads).items():
                 note(model, rule, **{name: round(ratio, 3), "time_where": f"{cpu_name()}, load {load:.1f} before"})
 
 
