@@ -1,5 +1,7 @@
 """Tapes: a pass that is run again from its tape leaves what the model's code leaves, to the bit, or is not recorded."""
 
+import gc
+import weakref
 from array import array
 
 import numpy as np
@@ -313,15 +315,49 @@ def test_constants_of_the_model_are_read_where_they_are():
 
 
 def test_a_loss_that_is_not_finite_is_found_from_the_tape_too():
-    task = table.mlp().with_(static_graph=True)
+    task = table.vit().with_(static_graph=True)
     lean = apply(task, Plan())
     for _ in range(4):
         lean.step(task.batch)
+    assert lean.stepper.tapes.length
     weights = {name: value.clone() for name, value in lean.model.state_dict().items()}
     with pytest.raises(shoestring.ShoestringError, match="nan"):
         lean.step((task.batch[0] * float("nan"), task.batch[1]))
     assert_same(weights, lean.model.state_dict())
     assert all(parameter.grad is None for parameter in lean.model.parameters())
+
+
+def test_an_infinite_loss_with_finite_gradients_stops_a_taped_pass_before_any_weight_changes():
+    def loss_of(model, batch):
+        x, added = batch
+        return model(x).square().mean() + added
+
+    optimizer = SGD(lr=0.1, momentum=0.9)
+    batch = torch.randn(6, 8), torch.zeros(())
+    task = Task(Odd(lambda model, x: x), loss_of, batch, optimizer, static_graph=True)
+    lean = apply(task, Plan(optimizer="8bit+no-gradient"))
+    for _ in range(4):
+        lean.step(batch)
+    assert lean.stepper.tapes.length
+    weights = {name: value.clone() for name, value in lean.model.state_dict().items()}
+    with pytest.raises(shoestring.ShoestringError, match="the loss is inf after 4 updates"):
+        lean.step((batch[0], torch.tensor(float("inf"))))
+    assert_same(weights, lean.model.state_dict())
+
+
+def test_a_tape_does_not_keep_its_step_alive():
+    task = table.vit().with_(static_graph=True)
+    lean = apply(task, Plan(optimizer="8bit+no-gradient"))
+    for _ in range(4):
+        lean.step(task.batch)
+    stepper = weakref.ref(lean.stepper)
+    assert stepper().tapes.length
+    gc.disable()  # memory is to come back at once, not when cycles are looked for
+    try:
+        del lean
+        assert stepper() is None
+    finally:
+        gc.enable()
 
 
 def test_offloaded_tensors_are_not_taken_from_a_tape():

@@ -1,6 +1,7 @@
 """One training step: gradient accumulation over microbatches, then the update. The profiler traces this very code."""
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -18,7 +19,7 @@ from .ledger import Phase
 from .optimizers import make
 from .phases import phase
 from .taping import Tapes
-from .taping.recorder import unseen
+from .taping.recorder import hand_over
 from .task import Context, Task
 from .turns import turn
 from .used_up import USED_UP, UsedUp, clear_used_up, mark_used_up
@@ -293,7 +294,7 @@ class Stepper:
             return self._run_pass(piece, weight, is_last)
         decided = weight, self.scale and self.scale.value
         run = partial(self._run_pass, piece, weight, is_last)
-        return self.tapes.one_pass(decided, list(structure.leaves(piece)), run, self._check_finite)
+        return self.tapes.one_pass(decided, list(structure.leaves(piece)), run)
 
     def _run_pass(self, piece: Any, weight: float, is_last: bool) -> Tensor:
         """The same by the model's own code. During the last pass of a step gradients are on their way to other
@@ -305,8 +306,8 @@ class Stepper:
             with phase(Phase.FORWARD):
                 loss = self.task.loss_of(self.task.model, piece)
                 check_loss(loss)
-                with unseen():
-                    self._check_finite(loss)
+                this = weakref.proxy(self)  # whose tapes keep the call
+                hand_over(loss, lambda loss: this._check_finite(loss))
                 if weight != 1:
                     loss = loss * weight
                 scaled = self._scaled(loss)

@@ -34,11 +34,9 @@ class Tapes:
         self._found: int | None = None  # and of the gradients that were there when it was recorded
         self._tape: Tape | None = None
 
-    def one_pass(
-        self, decided: Any, leaves: Leaves, run: Callable[[], Tensor], check: Callable[[Tensor], None]
-    ) -> Tensor:
-        """The loss of a pass, by its tape and then checked, or as `run` does it and checks it. `decided` is what the
-        pass depends on besides tensors and modules."""
+    def one_pass(self, decided: Any, leaves: Leaves, run: Callable[[], Tensor]) -> Tensor:
+        """The loss of a pass, by its tape or as `run` does it. `decided` is what it depends on besides the tensors and
+        modules."""
         if self.reason or not _is_alone():
             return run()
         given, gradients = list(given_tensors(self.model, leaves)), list(gradients_of(self.model))
@@ -47,9 +45,7 @@ class Tapes:
         (last, found_last), self._last = self._last, (form, found)
         if self._tape is not None and form == self._form and found in self._finds():
             with phase(Phase.FORWARD):
-                loss = self._tape.run([*given, *gradients])
-            check(loss)
-            return loss
+                return self._tape.run([*given, *gradients])
         del given, gradients
         if form != last or found_last not in (found, None):
             return run()

@@ -76,8 +76,8 @@ def unseen() -> Iterator[None]:
 
 
 def hand_over(tensor: Tensor, take: Callable[[Tensor], None]) -> None:
-    """Gives a tensor of the pass to what is no part of it, such as an update of weights: take(tensor). A tape does so
-    again, with the tensor of its own pass."""
+    """Gives a tensor of the pass to what is no part of it, such as a check of the loss or an update of weights:
+    take(tensor). A tape does so again, with the tensor of its own pass."""
     mode = _get_current_dispatch_mode()
     if isinstance(mode, _Recorder):
         mode.hand_over(tensor, take)
@@ -141,7 +141,7 @@ class _Recorder(TorchDispatchMode):
     def hand_over(self, tensor: Tensor, take: Callable[[Tensor], None]) -> None:
         number = self._known_slot(tensor) if tensor.layout == torch.strided else None
         if number is None:
-            self.refused = self.refused or "a gradient comes from elsewhere"
+            self.refused = self.refused or "the loss or a gradient comes from elsewhere"
             return
         self.heads.append(Head(take, (None,), {}, (0,), 0))
         self.prepared[len(self.heads) - 1] = take
