@@ -1,5 +1,6 @@
 """The clock of the benchmarks: steps of several models that take turns, each model in a process of its own."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def _steps(make: Callable, case: tuple, threads: int, clock: Callable[[], float]
         lean.step(batch)
     turns.send(0.0)
     while turns.recv():
+        os.sync()  # what another has offloaded is not written while this one is timed
         start = clock()
         lean.step(batch)
         turns.send(clock() - start)
