@@ -10,6 +10,7 @@ import pytest
 from shoestring.errors import ShoestringError
 from shoestring.records import read_object
 from shoestring.reporting.page.data import study_data
+from shoestring.reporting.pareto_figure import front, trained_points
 from shoestring.reporting.results import index_text, write_results
 from shoestring.reporting.results_figure import results_figure
 from shoestring.studies.jobs import Store, identify
@@ -95,6 +96,24 @@ def test_a_study_that_asks_for_it_shows_the_quality_after_each_epoch(tmp_path, s
     *_, page, _, curves = written(tmp_path, replace(study, by_epoch=True), data)
     assert curves.name == "two.small.epochs.svg" and f"]({curves.name})" in page.read_text()
     assert "dense: 50.00, 80.20; sparse: 50.00, 78.50." in curves.read_text()
+
+
+def test_a_study_that_asks_for_it_shows_the_quality_by_memory_and_what_none_beats(tmp_path, study, data):
+    *_, page, _, picture = written(tmp_path, replace(study, pareto=True), data)
+    assert picture.name == "two.small.pareto.svg" and f"]({picture.name})" in page.read_text()
+    assert "sparse: 1.9 MB, 78.50; dense: 4.1 MB, 80.10." in picture.read_text()
+
+
+def test_the_front_has_the_rows_that_no_smaller_one_beats():
+    rows = [
+        {"label": label, "measured_bytes": size, "quality": {"accuracy": accuracy} if accuracy else {}}
+        for label, size, accuracy in
+        [("large", 9, 80.0), ("small", 1, 70.0), ("worse", 5, 69.0), ("untrained", 2, None), ("middle", 4, 75.0),
+         ("as good", 6, 75.0), ("not measured", None, 99.0)]
+    ]  # fmt: skip
+    points = trained_points(rows, "accuracy")
+    assert [row["label"] for row in points] == ["small", "middle", "worse", "as good", "large"]
+    assert [row["label"] for row in front(points, "accuracy")] == ["small", "middle", "large"]
 
 
 def test_the_papers_bytes_are_not_put_beside_those_of_smaller_images(tmp_path, study, data):

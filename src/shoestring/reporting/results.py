@@ -12,6 +12,7 @@ from typing import Any
 from ..records import file_bytes, read_object
 from ..runs.folder import replace_file
 from ..studies.study import PAPERS, SCALES, Scale, Study, load, names
+from .pareto_figure import pareto_figure, trained_points
 from .results_figure import epochs_figure, results_figure
 from .studies import claim_line, has_rules, rows_shown, table
 
@@ -25,13 +26,17 @@ def write_results(
     data, picture, page = (folder / f"{stem}.{suffix}" for suffix in ("json", "svg", "md"))
     replace_file(data, json.dumps(found | {"trials": trials, "steps": steps}, indent=1) + "\n")
     results_figure(picture, study, found)
-    curves = [folder / f"{stem}.epochs.svg"] if study.by_epoch and trials else []
-    for path in curves:
-        epochs_figure(path, study, trials)
-    replace_file(page, page_text(study, found, trials, [path.name for path in (picture, *curves)], data.name))
+    more = []
+    if study.by_epoch and trials:
+        more.append(folder / f"{stem}.epochs.svg")
+        epochs_figure(more[-1], study, trials)
+    if study.pareto and trained_points(found["rows"], study.quality):
+        more.append(folder / f"{stem}.pareto.svg")
+        pareto_figure(more[-1], study, found["rows"])
+    replace_file(page, page_text(study, found, trials, [path.name for path in (picture, *more)], data.name))
     index = folder / "README.md"
     replace_file(index, index_text(folder))
-    return [data, picture, page, index, *curves]
+    return [data, picture, page, index, *more]
 
 
 def index_text(folder: Path) -> str:

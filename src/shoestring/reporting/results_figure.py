@@ -98,7 +98,7 @@ def _memory(axes: Any, rows: list[dict[str, Any]], ruled: bool) -> None:
             ("paper's rules", "x", INK, [_mb(row["rules_bytes"]) for row in rows]),
             *series,
         ]
-    _scale(axes, _points(axes, series))
+    memory_scale(axes, _points(axes, series))
     _rows(axes, rows, "MB at the peak of a step", named=True)
 
 
@@ -125,7 +125,7 @@ def _points(axes: Any, series: list[tuple[str, str, str, list[float | None]]]) -
     return seen
 
 
-def _scale(axes: Any, values: list[float]) -> None:
+def memory_scale(axes: Any, values: list[float]) -> None:
     """From 0, or logarithmic where the values are far apart; with plain numbers either way."""
     if values and max(values) > _WIDE * min(values):
         from matplotlib.ticker import LogLocator

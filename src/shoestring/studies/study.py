@@ -74,8 +74,8 @@ LEARNED = ("accuracy", "bleu")
 QUALITIES = (*LEARNED, "cosine")  # cosine: of the gradient with the exact one, in a brief plain training
 _TOP: dict[str, tuple[type, ...]] = {
     "title": (str,), "paper": (str,), "place": (str,), "about": (str,), "model": (str,), "batch": (int,),
-    "tokens": (int,), "quality": (str,), "tuning": (bool,), "by_epoch": (bool,), "defaults": (dict,), "grid": (dict,),
-    "rows": (list,), "scales": (dict,), "claims": (list,),
+    "tokens": (int,), "quality": (str,), "tuning": (bool,), "by_epoch": (bool,), "pareto": (bool,), "defaults": (dict,),
+    "grid": (dict,), "rows": (list,), "scales": (dict,), "claims": (list,),
 }  # fmt: skip
 _SCALE: dict[str, tuple[type, ...]] = {
     "data": (str,), "epochs": (int,), "updates": (int,), "image": (int,), "width": (int,), "seeds": (list,),
@@ -130,7 +130,8 @@ class Study:
     tokens: int | None = None
     quality: str = ""
     tuning: bool = False
-    by_epoch: bool = False  # the page shows the quality after each epoch, too
+    by_epoch: bool = False  # the page shows the quality after each epoch, too,
+    pareto: bool = False  # or by memory
     scales: dict[str, Scale] = field(default_factory=dict)
     claims: tuple[dict[str, Any], ...] = ()
 
