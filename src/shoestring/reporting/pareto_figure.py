@@ -55,8 +55,8 @@ def pareto_figure(path: Path, study: Study, rows: list[dict[str, Any]]) -> None:
 
 
 def _name(axes: Any, points: list[dict[str, Any]], best: list[dict[str, Any]], quality: str) -> None:
-    """Names to the right of the points, above on the front and below elsewhere; from the top down, moved where they would
-    cover each other."""
+    """Names to the right of the points, above the front and below it; from the top down, moved where they would cover
+    each other."""
     low, high = axes.get_ylim()
     last: list[tuple[float, float]] = []
     for row in sorted(points, key=lambda row: -row["quality"][quality]):
