@@ -100,7 +100,8 @@ def probed_task(model: str, root: str, count: int) -> tuple[Task, list[Any]]:
     """A task of real weights and so many batches of real data."""
     size = MODELS[model].probed
     if model.startswith("dynamicconv"):
-        job = {"model": model, "sizes": {"tokens": size}, "settings": {}, "held_out": False, "seed": 0}
+        job = {"model": model, "sizes": {"tokens": size}, "settings": {}, "held_out": False}
+        job |= {"seed": 0, "lr_multiplier": 1.0}
         lesson = session(job, find_data("multi30k", root))
         batches = [lesson.data.read(0, number) for number in range(count)]
         return lesson.lean.task.with_(batch=batches[0]), batches
@@ -116,7 +117,8 @@ def probed_task(model: str, root: str, count: int) -> tuple[Task, list[Any]]:
 def learn(lean: Task, batch: Any, updates: int) -> None:
     """Lets `adaptive` measure its errors on a batch, and choose."""
     for hook in (hook for hook in lean.after_update if isinstance(hook, Adaptive)):
-        found = hook.measure(SimpleNamespace(task=lean, scale=None, microbatch=batch, updates=updates))  # type: ignore[arg-type]
+        piece = next(iter(lean.split(batch)))
+        found = hook.measure(SimpleNamespace(task=lean, scale=None, microbatch=piece, updates=updates))  # type: ignore[arg-type]
         hook.remember(found)
         hook._take(hook.chosen(hook.limit))
 
