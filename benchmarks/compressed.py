@@ -65,7 +65,7 @@ MODELS = {
 }
 BESIDE_WORDS = "1 - cosine² of `adaptive` and of the best uniform rules of at most as many bytes"
 PLAIN = ({}, {"pytorch": "channels_last"})
-AT_ONCE = 4  # rules whose steps take turns with plain training's, each in a process that keeps its memory
+AT_ONCE = 6  # rules whose steps take turns with plain training's, each in a process that keeps its memory
 WHAT = ("saved", "heap", "cosine", "time")
 ROWS = Path(__file__).parent.parent / "docs" / "compressed.json"
 CARD = ROWS.parent / "techniques" / "activations.md"
