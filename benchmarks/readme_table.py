@@ -14,6 +14,7 @@ import datetime
 import json
 from pathlib import Path
 
+import hundredfold
 import torch
 from lean_steps import LAYOUTS, cpu_name, heap, times
 
@@ -64,13 +65,7 @@ ROWS: tuple[tuple[str, dict, str], ...] = (
     ("`pool2`, the model in channels_last", {"activations": "pool2", "pytorch": "channels_last"}, "approximate"),
     (
         "[a hundredth](docs/techniques/activations.md#the-hundredth) of what the paper counts for plain training",
-        {
-            "nonzero": 30,
-            **SIXTY,
-            "checkpoint": "residual-2**",
-            "activations": "int4",
-            "optimizer": "8bit+8bit-gradient",
-        },
+        hundredfold.PLANS["100x"],
         "approximate",
     ),
 )

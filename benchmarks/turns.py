@@ -4,6 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,23 +25,23 @@ def medians(
     """Median seconds of a step of make(*case) -> (what is trained, its batch), for each case. Users have a process for
     each; in one for all, each would find the memory that it freed given back to the system for the others. And users'
     steps follow one another: the first of a turn finds cold caches, and is not counted."""
-    context, seconds = get_context("spawn"), [[] for _ in cases]
-    ends, workers = [], []
-    for case in cases:
-        end, other = context.Pipe()
-        workers.append(context.Process(target=_steps, args=(make, case, torch.get_num_threads(), clock, other)))
-        workers[-1].start()
-        other.close()  # so that the end of a process that failed is heard
-        end.recv()  # it is warm
-        ends.append(end)
-    for goes_on in [True] * repeats + [False]:
-        for end, taken in zip(ends, seconds, strict=True):
-            end.send(goes_on)
-            if goes_on:
-                taken.append(end.recv())
-    for worker in workers:
-        worker.join()
-    return [statistics.median(taken) for taken in seconds]
+    context, ends = get_context("spawn"), []
+    with ExitStack() as open_ends:  # a closed end ends its process, also if another failed
+        for case in cases:
+            end, other = context.Pipe()
+            worker = context.Process(target=_steps, args=(make, case, torch.get_num_threads(), clock, other))
+            with other:  # closed here, so that the end of a process that failed is heard
+                worker.start()
+            open_ends.callback(worker.join)
+            ends.append(open_ends.enter_context(end))
+            end.recv()  # it is warm
+        rounds = [[_turn(end) for end in ends] for _ in range(repeats)]
+    return [statistics.median(taken) for taken in zip(*rounds, strict=True)]
+
+
+def _turn(end: Connection) -> float:
+    end.send(None)
+    return end.recv()
 
 
 def _steps(make: Callable, case: tuple, threads: int, clock: Callable[[], float], turns: Connection) -> None:
@@ -50,9 +51,11 @@ def _steps(make: Callable, case: tuple, threads: int, clock: Callable[[], float]
     for _ in range(WARM_UPS):
         lean.step(batch)
     turns.send(0.0)
-    while turns.recv():
-        os.sync()  # what another has offloaded is not written while this one is timed
-        lean.step(batch)
-        start = clock()
-        lean.step(batch)
-        turns.send(clock() - start)
+    with suppress(EOFError):  # no more turns
+        while True:
+            turns.recv()
+            os.sync()  # what another has offloaded is not written while this one is timed
+            lean.step(batch)
+            start = clock()
+            lean.step(batch)
+            turns.send(clock() - start)

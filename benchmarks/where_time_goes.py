@@ -17,14 +17,15 @@ from typing import Any
 
 import torch
 from lean_steps import cpu_name
+from readme_table import SIXTY
+from turns import WARM_UPS
 
 import shoestring
 
-LEAN = {"precision": "fp16", "checkpoint": "residual-2*"}
 PLANS = (
-    {"nonzero": 30, **LEAN, "microbatch": 10},
-    {"nonzero": 20, **LEAN, "microbatch": 4},
-    {"nonzero": 10, **LEAN, "microbatch": 4},
+    {"nonzero": 30, **SIXTY},
+    {"nonzero": 20, **SIXTY, "microbatch": 4},
+    {"nonzero": 10, **SIXTY, "microbatch": 4},
 )
 FAMILIES = {"sparse_": "sparse convolutions", "conv_": "dense convolutions", "batch_norm_": "batch norm"}
 OPERATORS = "PyTorch's operators"
@@ -48,13 +49,13 @@ def clocked(function: Callable, words: str, seconds: Counter) -> Callable:
 
 
 def steps(lean: Any, batch: Any, repeats: int) -> float:
-    """Median seconds of a step, after three that warm up."""
+    """Median seconds of a step."""
     taken = []
-    for _ in range(3 + repeats):
+    for _ in range(WARM_UPS + repeats):
         start = time.perf_counter()
         lean.step(batch)
         taken.append(time.perf_counter() - start)
-    return median(taken[3:])
+    return median(taken[WARM_UPS:])
 
 
 def parts(plan: dict, repeats: int) -> dict[str, float]:

@@ -39,9 +39,10 @@ struct Correlation {
   int64_t grad_floats() const { return samples * rows * x.count * WIDE; }
 
   int64_t first_sample(int64_t half) const { return source.batch * half / halves; }
-  int64_t pieces() const { return (terms + HIGH - 1) / HIGH; }
+  int64_t pieces() const { return divide_up(terms, HIGH); }
 
-  // Where the sums of a task begin: [WIDE channels at a time][pair][WIDE].
+  // The sums over one half of the batch, and where those of a task begin: [WIDE channels at a time][pair][WIDE].
+  int64_t sum_floats(int64_t wides) const { return wides * terms * WIDE; }
   int64_t first_sum(int64_t task) const { return (task / pieces() * terms + task % pieces() * HIGH) * WIDE; }
 
   // Part `part` of the tasks of `wides` times WIDE output channels.
@@ -57,10 +58,9 @@ struct Correlation {
   }
 
   // The rows of outputs in which a pair reads the source: from the first up to the end.
-  int64_t first_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(-tap_row(pair))); }
-  int64_t end_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(source.height - tap_row(pair))); }
+  int64_t first_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(-tap_row(pair), y.source_step)); }
+  int64_t end_row(int64_t pair) const { return std::max<int64_t>(0, divide_up(source.height - tap_row(pair), y.source_step)); }
   int64_t tap_row(int64_t pair) const { return y.taps[pair / (terms / y.taps.size())].offset; }
-  int64_t divide_up(int64_t rows) const { return (rows + (rows > 0 ? y.source_step - 1 : 0)) / y.source_step; }
 
   std::vector<int64_t> offsets() const {  // of each pair in the band: [tap y][tap x][source channel]
     std::vector<int64_t> all;
@@ -160,23 +160,23 @@ struct Work {
 
   // The sums of output channels [first, first + channels) of a group: [half][WIDE at a time][pair][WIDE].
   void run(int64_t group, int64_t first, int64_t channels, float* sums, float* bands, int threads) const {
-    const int64_t wides = (channels + WIDE - 1) / WIDE;
+    const int64_t wides = divide_up(channels, WIDE);
     const int size = team(threads, c.source.batch * c.y.count * c.x.count * c.terms * wides);
     const int64_t parts = size % c.halves ? size : size / c.halves;  // of each half, so that all threads have as many
 #pragma omp parallel for num_threads(size) schedule(static, 1)
     for (int64_t i = 0; i < c.halves * parts; ++i)
       sum_share(group, first, channels, i / parts, c.share(wides, i % parts, parts),
-                sums + i / parts * wides * c.terms * WIDE, bands + omp_get_thread_num() * c.share_floats(wides, parts));
+                sums + i / parts * c.sum_floats(wides), bands + omp_get_thread_num() * c.share_floats(wides, parts));
   }
 
   // Rounds (or adds) the sums of `channels` output channels to their weights [channel][source channel][tap],
   // turned a square at a time.
   template <class W>
   void finish(const float* sums, int64_t channels, bool accumulate, W* out, int threads) const {
-    const int64_t taps = c.terms / c.sources, second = (channels + WIDE - 1) / WIDE * c.terms * WIDE;
+    const int64_t taps = c.terms / c.sources, second = c.sum_floats(divide_up(channels, WIDE));
 #pragma omp parallel for num_threads(team(threads, channels * c.terms))
     for (int64_t o = 0; o < channels; o += LANES) {
-      const float* from = sums + o / WIDE * c.terms * WIDE + o % WIDE;
+      const float* from = sums + c.sum_floats(o / WIDE) + o % WIDE;
       int64_t tap = 0, source_ = 0;
       for (int64_t j = 0; j < c.terms; j += LANES) {
         const int few = static_cast<int>(std::min<int64_t>(LANES, c.terms - j));
@@ -203,15 +203,15 @@ struct Work {
 static std::array<int64_t, 5> conv_weight_plan(const Sizes& sizes, int64_t budget, int threads) {
   Correlation c = correlation(Geometry(sizes), true, true, 1, 1, 1);
   const int64_t floats = budget / static_cast<int64_t>(sizeof(float));
-  const int64_t most = std::max<int64_t>(1, floats * 6 / 10 / c.terms / WIDE), all = (c.outputs + WIDE - 1) / WIDE;
-  const int64_t blocks = (all + most - 1) / most, wides = (all + blocks - 1) / blocks;
+  const int64_t most = std::max<int64_t>(1, floats * 6 / 10 / c.terms / WIDE), all = divide_up(c.outputs, WIDE);
+  const int64_t wides = divide_up(all, divide_up(all, most));
   // Threads that have the same sums read other samples: of the same samples each would fill the source's band.
   if (!c.depthwise && c.source.batch > 1 && 2 * all <= most) c.halves = 2;
   const auto need = [&](int64_t samples, int64_t rows, int64_t parts) {
     c.samples = samples, c.rows = rows;
-    return c.halves * wides * c.terms * WIDE + parts * c.share_floats(wides, c.halves == 2 ? 1 : parts);
+    return c.halves * c.sum_floats(wides) + parts * c.share_floats(wides, c.halves == 2 ? 1 : parts);
   };
-  int64_t samples = 1, rows = std::min(c.y.count, (ENOUGH + c.x.count - 1) / c.x.count);
+  int64_t samples = 1, rows = std::min(c.y.count, divide_up(ENOUGH, c.x.count));
   while (rows > 1 && need(1, rows, 2) > floats) rows = (rows + 1) / 2;
   while (samples * c.halves < c.source.batch && samples * rows * c.x.count < ENOUGH &&
          need(samples + 1, rows, 2) <= floats)

@@ -5,6 +5,7 @@ Needs the extra `plot`. The suffix decides the file format: .svg, .png or .pdf.
 
 import html
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png", ".pdf")
 _COLUMNS = 300  # as many as a printed figure can show
+_MARGIN, _TITLE_LETTER = 0.12, 0.094  # inches: of the title, and the mean width of its letters
 ORDER = "one step: allocations in their order (not time)"
 # A page in dark colours shows our inks and papers the other way round; colours of categories, and what is written on
 # them, stay.
@@ -145,6 +147,18 @@ def beside_figure(path: str | Path, data: dict[str, Any], predicted: Ledger, mea
             frame.set_title(title, loc="left", weight="bold", pad=22)
             frame.set(xticks=[], xlabel=ORDER)
         axes[1].set(xlim=(0, 1), yticklabels=[])
+
+
+def title_lines(title: str, width: float) -> list[str]:
+    """A figure's title, cut into lines that fit its width in inches."""
+    return textwrap.wrap(title, int((width - 2 * _MARGIN) / _TITLE_LETTER))
+
+
+def write_title(figure: "Figure", title: str) -> None:
+    """Writes a title at the top left."""
+    width, height = figure.get_size_inches()
+    text = "\n".join(title_lines(title, width))
+    figure.text(_MARGIN / width, 1 - _MARGIN / height, text, size=11.5, weight="bold", va="top")
 
 
 @contextmanager

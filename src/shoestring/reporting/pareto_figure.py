@@ -1,12 +1,11 @@
 """The picture of what memory buys: the quality of a study's trained rows by their measured heap, and the front of those
 that none beats in both."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from ..studies.study import Study
-from .figures import figure_file
+from .figures import figure_file, write_title
 from .palette import ACCENT, FAINT, INK, MUTED
 from .results_figure import memory_scale
 from .studies import MB
@@ -35,7 +34,7 @@ def pareto_figure(path: Path, study: Study, rows: list[dict[str, Any]]) -> None:
     title = f"{study.place}: {study.title}"
     about = "; ".join(f"{row['label']}: {_mb(row):,.4g} MB, {row['quality'][study.quality]:.2f}" for row in points)
     with figure_file(path, 7.2, 4.6, title, f"{study.quality} by measured heap: {about}.") as figure:
-        figure.text(0.017, 0.975, "\n".join(textwrap.wrap(title, 70)), size=11.5, weight="bold", va="top")
+        write_title(figure, title)
         axes = figure.add_axes((0.09, 0.115, 0.88, 0.72))
         axes.step([*map(_mb, best)], [row["quality"][study.quality] for row in best], where="post", color=ACCENT, lw=1)
         for row in points:

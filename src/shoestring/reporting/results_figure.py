@@ -1,17 +1,16 @@
 """The picture of a study: the memory of each row by the three countings, and the quality beside it."""
 
 import itertools
-import textwrap
 from pathlib import Path
 from typing import Any
 
 from ..studies.study import Study
-from .figures import figure_file
+from .figures import figure_file, title_lines, write_title
 from .palette import ACCENT, FAINT, INK, MUTED
 from .studies import COUNTINGS, MB, PARTS, about_flops, about_parts, has_rules, rows_shown
 
 _ROW, _TOP, _BOTTOM, _PANEL, _GAP = 0.3, 0.5, 0.6, 4.2, 0.45  # inches
-_LETTER = 0.078  # inches of a letter of the rows' names; those of the title are wider by half
+_LETTER = 0.078  # inches of a letter of the rows' names
 _WIDE = 3  # a scale is logarithmic if the largest is so many times the smallest
 
 
@@ -26,12 +25,11 @@ def results_figure(path: Path, study: Study, found: dict[str, Any]) -> None:
     names = 0.3 + _LETTER * max(len(row["label"]) for row in rows)
     width = names + _PANEL + (_PANEL + _GAP if beside else 0) + 0.3
     title = f"{study.place}: {study.title}"
-    lines = textwrap.wrap(title, int((width - 0.3) / (1.2 * _LETTER)))
-    top = _TOP + 0.22 * len(lines)
+    top = _TOP + 0.22 * len(title_lines(title, width))
     height = top + _ROW * len(rows) + _BOTTOM
     about = "; ".join(f"{row['label']}: {_mb(row['measured_bytes'])} MB" for row in rows if row["measured_bytes"])
     with figure_file(path, width, height, title, f"Measured heap: {about}." if about else "") as figure:
-        figure.text(0.12 / width, 1 - 0.12 / height, "\n".join(lines), size=11.5, weight="bold", va="top")
+        write_title(figure, title)
         panel = _BOTTOM / height, _PANEL / width, _ROW * len(rows) / height
         memory = figure.add_axes((names / width, *panel))
         _memory(memory, rows, has_rules(study, found))
@@ -49,7 +47,7 @@ def epochs_figure(path: Path, study: Study, trials: list[dict[str, Any]]) -> Non
         f"{trial['label']}: {', '.join(f'{value:.2f}' for value in trial['by_epoch'])}" for trial in trials
     )
     with figure_file(path, 7.2, 4.0, title, f"By epoch: {about}.") as figure:
-        figure.text(0.017, 0.97, "\n".join(textwrap.wrap(title, 76)), size=11.5, weight="bold", va="top")
+        write_title(figure, title)
         axes = figure.add_axes((0.09, 0.13, 0.88, 0.66))
         for trial in trials:
             values = trial["by_epoch"]
@@ -71,7 +69,7 @@ def _pie(path: Path, study: Study, row: dict[str, Any]) -> None:
     shares = {part: [100 * parts[part] / sum(parts.values()) for _, parts in bars] for part in PARTS}
     about = "; ".join(f"{words}: {_said(parts)}" for words, parts in bars)
     with figure_file(path, 7.2, 2.3, title, f"{about}.") as figure:
-        figure.text(0.017, 0.95, title, size=11.5, weight="bold", va="top")
+        write_title(figure, title)
         axes = figure.add_axes((0.15, 0.25, 0.82, 0.42))
         before = [0.0] * len(bars)
         for part, colour in zip(PARTS, (INK, MUTED, ACCENT), strict=True):

@@ -24,11 +24,11 @@ class Tapes:
     another form follow each other. A step's first pass makes the gradients to which the others add: a tape of one of
     the others runs it too, if adding is all that it does with them (`Tape.may_begin`).
 
-    `reason` says why no pass can be recorded, or why one could not: from then on none is.
+    `reason` says why a pass could not be recorded: from then on none is.
     """
 
-    def __init__(self, model: nn.Module, reason: str = "") -> None:
-        self.model, self.reason = model, reason
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.reason = model, ""
         self._last: Any = None, None  # the form of the pass before, and of the gradients that it found
         self._form: Any = None  # of the tape,
         self._found: int | None = None  # and of the gradients that were there when it was recorded

@@ -392,28 +392,26 @@ class _Compact:
         return self._names[number]
 
     def tape(self, loss: int, gradients: list[tuple[nn.Module, str, int]]) -> Tape:
-        recorder, heads, numbers = self.recorder, dict[Any, Head](), array("h")
+        recorder, heads, numbers = self.recorder, list[Head](), array("h")
         read = {number for _, reads, *_ in self.kept for number in reads} | {loss}
         given = array("i", [self._name(number) if number in read else NOBODY for number in recorder.given])
         constants = {self._name(number): _kept(held) for number, held in recorder.constants.items() if number in read}
-        order, most = dict[Any, int](), len(self._names)
+        places, most = dict[Any, int](), len(self._names)
         for call, reads, frees, fills in self.kept:
             adds = bool(reads) and fills == reads[:1]
             key = call, len(fills), adds
-            if key not in heads:
+            if key not in places:
                 head = recorder.heads[call]
                 ready = recorder.prepared.get(call) or compiled_form(head.function)
                 function = accumulate if adds else ready
-                heads[key] = head._replace(function=function, fills=len(fills))
-                order[key] = len(order)
+                places[key] = len(heads)
+                heads.append(head._replace(function=function, fills=len(fills)))
             reading = [*map(self._name, reads)]
             freed = [self._names.pop(number) for number in frees]
             self._free += freed
-            numbers = longer(numbers, (order[key], *reading, len(freed), *freed, *map(self._name, fills)))
+            numbers = longer(numbers, (places[key], *reading, len(freed), *freed, *map(self._name, fills)))
             most = max(most, len(self._names) + len(self._free))
         left = [(module, name, self._name(number)) for module, name, number in gradients]
         number = recorder.pass_number
-        heads_in_order, calls = [*heads.values()], len(self.kept)
-        return Tape(
-            heads_in_order, calls, numbers, most, given, constants, self._name(loss), left, self.may_begin, number
-        )
+        calls, end = len(self.kept), self._name(loss)
+        return Tape(heads, calls, numbers, most, given, constants, end, left, self.may_begin, number)
