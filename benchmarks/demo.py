@@ -1,7 +1,8 @@
-"""`make demo`: a Wide ResNet trained inside a budget, beside plain PyTorch. Writes runs/demo.png.
+"""`make demo`: a Wide ResNet trained inside a budget, beside plain PyTorch. Writes runs/demo.html and runs/demo.png.
 
 It plans, runs a few steps of plain PyTorch and of the plan in turn under a meter of every block that PyTorch
-allocates, and then trains on the embedded part of Fashion-MNIST. About two minutes on two cores.
+allocates, and then trains both ways on the embedded part of Fashion-MNIST, with the same seed, batches and schedule.
+The page at the end shows both. About two minutes on two cores.
 """
 
 import shutil
@@ -15,12 +16,17 @@ from typing import Any, NamedTuple
 from shoestring import Plan, builtin, plan
 from shoestring.data import open_images
 from shoestring.ledger import Category, Ledger, Phase
-from shoestring.measuring import measure_allocator
 from shoestring.measuring.allocator import Event, read, record, storage_bytes
+from shoestring.measuring.calibration import load_cache
+from shoestring.measuring.counted import measure_counted
+from shoestring.profiling import profile
 from shoestring.reporting.figures import overlay_figure
+from shoestring.reporting.page import page_data, page_html, run_data, step_data, write_steps
 from shoestring.reporting.plans import show_plan
 from shoestring.reporting.run_progress import run_progress
 from shoestring.reporting.terminal import make_console
+from shoestring.runs.record import RunRecord
+from shoestring.training.apply import LeanTask
 from shoestring.training.job import CrossEntropy, ImageJob, Session, image_job
 from shoestring.training.loop import train
 from shoestring.training.schedules import schedule
@@ -28,7 +34,8 @@ from shoestring.units import format_bytes
 
 MODEL, BATCH, BUDGET, EPOCHS = "wrn-10-1", 100, "2.2MB", 12
 STEPS = 5  # of each, timed in turn
-RUN, PICTURE = Path("runs") / "demo", Path("runs") / "demo.png"
+RUNS = {"plain": Path("runs") / "demo-plain", "lean": Path("runs") / "demo"}
+PICTURE, PAGE = Path("runs") / "demo.png", Path("runs") / "demo.html"
 console = make_console()
 
 
@@ -91,6 +98,26 @@ def timed(words: str, make: Callable[[], Any]) -> Any:
     return made
 
 
+def trained(name: str, plan: Plan) -> tuple[RunRecord, Session]:
+    """Trains under a plan -> what became of it; its step is on its page."""
+    session = job().build(plan)
+    step = profile(session.lean.task, load_cache(), brief=True)
+    write_steps(RUNS[name], {name: step_data(step)})
+    plan = plan.with_(predicted_peak_bytes=step.peak_bytes, predicted_bytes=step.bytes_by_category)
+    with run_progress(sys.stderr, plan.budget_bytes) as listener:
+        record = train(
+            LeanTask(session.lean.task, plan),
+            session.data,
+            epochs=EPOCHS,
+            run=RUNS[name],
+            listeners=[listener],
+            meter=measure_counted,
+            schedule=schedule(session.schedule, EPOCHS * len(session.data)),
+            evaluation=session.evaluation,
+        )
+    return record, session
+
+
 def main() -> None:
     began = time.perf_counter()
     say(f"1. Plan {MODEL}, batch {BATCH}, for {BUDGET}: steps are traced, nothing runs yet.", "bold")
@@ -103,20 +130,15 @@ def main() -> None:
     overlay_figure(PICTURE, as_ledger(plain), as_ledger(lean), names, title, chosen.budget_bytes)
 
     say(f"3. Train {EPOCHS} epochs of Fashion-MNIST inside the budget.", "bold")
-    session = job().build(chosen)
-    with run_progress(sys.stderr, chosen.budget_bytes) as listener:
-        run = train(
-            session.lean,
-            session.data,
-            epochs=EPOCHS,
-            run=RUN,
-            listeners=[listener],
-            meter=measure_allocator,
-            schedule=schedule(session.schedule, EPOCHS * len(session.data)),
-            evaluation=session.evaluation,
-        )
+    run, session = trained("lean", chosen)
     rewirings = sum(hook.times for hook in session.lean.task.after_update)
     assert rewirings or not chosen.nonzero, "a sparse network that is never rewired is another method"
+
+    say("\n4. The same with plain PyTorch: the same seed, batches and schedule.", "bold")
+    beside, _ = trained("plain", Plan())
+    both = [run_data(folder) for folder in RUNS.values()]
+    PAGE.write_text(page_html(page_data(f"{MODEL} trained plainly, and in {BUDGET}", both)), "utf-8")
+
     measured = max(run.measured_peak_bytes or 0, lean.peak_bytes)
     budget = chosen.budget_bytes or 0
     say()
@@ -127,17 +149,19 @@ def main() -> None:
         ("plain PyTorch", f"{format_bytes(plain.peak_bytes)}, measured"),
         ("memory", f"{plain.peak_bytes / measured:.1f}x less"),
         ("time", f"{lean.seconds / plain.seconds:.2f}x ({lean.seconds:.2f} s per step, plain {plain.seconds:.2f} s)"),
-        ("accuracy", f"{run.quality or 0:.1f}% after {run.updates:,} updates"),
+        ("accuracy", f"{run.quality or 0:.1f}% after {run.updates:,} updates, plain {beside.quality or 0:.1f}%"),
         ("rewired", f"{rewirings} times"),
         ("timelines", str(PICTURE)),
         ("in all", f"{time.perf_counter() - began:.0f} s"),
+        ("page", f"{PAGE}: open it in a browser"),
     ):
         say(f"  {name:<14}{value}")
 
 
 if __name__ == "__main__":
-    RUN.parent.mkdir(exist_ok=True)
-    shutil.rmtree(RUN, ignore_errors=True)  # of an earlier demo
+    PAGE.parent.mkdir(exist_ok=True)
+    for folder in RUNS.values():
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
     try:
         main()
     except KeyboardInterrupt:

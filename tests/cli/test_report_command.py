@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "reporting"))
-from pages import STUDY, Reader, write_run
+from pages import FIDELITY, STUDY, Reader, long_ledger, write_run
 
 
 def data_of(path: Path) -> dict:
@@ -45,6 +45,36 @@ def test_a_study_of_which_nothing_was_run_yet_has_a_page_with_what_the_paper_pri
     assert answer.code == 0, answer.err
     study = data_of(tmp_path / "page.html")["study"]
     assert study["rows"][0]["paper_bytes"] == 404.8e6 and study["rows"][0]["measured_bytes"] is None
+
+
+def test_a_measured_fidelity_is_shown_beside_the_runs_codecs(shoestring, tmp_path):
+    run, page, measured = (
+        write_run(tmp_path / "run", long_ledger(9)),
+        tmp_path / "page.html",
+        tmp_path / "fidelity.json",
+    )
+    measured.write_text(json.dumps(FIDELITY))
+    assert shoestring("report", run, "--fidelity", measured, "-o", page).code == 0
+    assert data_of(page)["runs"][0]["steps"]["lean"]["stored"][0]["cosine"] == 0.9987
+
+
+def test_a_fidelity_that_tells_nothing_of_the_run_is_refused(shoestring, tmp_path):
+    run, page, measured = (
+        write_run(tmp_path / "run", long_ledger(9)),
+        tmp_path / "page.html",
+        tmp_path / "fidelity.json",
+    )
+    others = json.dumps({"layers": [FIDELITY["layers"][0] | {"codec": "int8"}]})
+    for text, reason in (
+        ("{", "is no fidelity of layers"), ('{"layers": [{}]}', "is no fidelity of layers"),
+        ('{"layers": [{"module": "a", "codec": "int4", "cosine": "1"}]}', "a layer has no module, codec and cosine"),
+        (others, "knows no layer of"),
+    ):  # fmt: skip
+        measured.write_text(text)
+        assert reason in shoestring("report", run, "--fidelity", measured, "-o", page).complaint
+    assert "cannot be read" in shoestring("report", run, "--fidelity", tmp_path / "none", "-o", page).complaint
+    assert "not a study" in shoestring("report", "table3", "--fidelity", measured, "-o", page).complaint
+    assert not page.exists()
 
 
 def test_what_cannot_be_shown_is_refused_in_one_line(shoestring, tmp_path):

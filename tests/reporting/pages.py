@@ -12,6 +12,14 @@ from shoestring.runs.record import RunRecord
 
 MB = 10**6
 HOSTILE = "</script><script>window.hurt = 1</script><img src=x onerror='window.hurt = 1'>&amp;\u2028{{data}}"
+STORED = {
+    "plain": [],
+    "lean": [
+        {"module": module, "operation": operation, "codec": codec, "exact_bytes": 40 * MB, "stored_bytes": size * MB}
+        for module, operation, codec, size in (("first", "conv2d", "int4", 5), ("", "", "pool2", 10))
+    ],
+}
+FIDELITY = {"task": "net", "layers": [{"module": "first", "codec": "int4", "cosine": 0.9987, "norm_ratio": 1.0}]}
 STUDY = {
     "study": "table3",
     "scale": "small",
@@ -78,7 +86,7 @@ def write_run(folder: Path, ledger: Ledger | None = None, updates: int = 4, **ch
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "saves" / f"update-{updates:012}").mkdir(parents=True)
     if ledger is not None:
-        write_steps(folder, {"plain": step_data(profile_of(ledger)), "lean": step_data(profile_of(ledger))})
+        write_steps(folder, {name: step_data(profile_of(ledger)) | {"stored": STORED[name]} for name in STORED})
     return folder
 
 

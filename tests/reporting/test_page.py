@@ -2,12 +2,22 @@ import fcntl
 import json
 
 import pytest
-from pages import HOSTILE, MB, STUDY, Reader, long_ledger, profile_of, write_run
+from pages import FIDELITY, HOSTILE, MB, STORED, STUDY, Reader, long_ledger, profile_of, write_run
 
-from shoestring import Plan
+from shoestring import Plan, builtin
 from shoestring.errors import ShoestringError
-from shoestring.reporting.page import MOST_BYTES, page_data, page_html, run_data, step_data, study_data
+from shoestring.reporting.page import (
+    MOST_BYTES,
+    page_data,
+    page_html,
+    run_data,
+    step_data,
+    stored_data,
+    study_data,
+    with_fidelity,
+)
 from shoestring.reporting.page.data import thinned
+from shoestring.techniques.registry import apply_settings
 
 
 def read(data: dict) -> Reader:
@@ -103,6 +113,24 @@ def test_numbers_that_json_has_no_word_for_are_unknown(tmp_path):
     assert record["quality"] is record["best_quality"] is None
 
 
+def test_what_codecs_store_is_told_by_layer_with_its_bytes_before_and_after():
+    task = builtin("wrn-10-1", batch=20)
+    found = stored_data(apply_settings(task, {"activations": "blocks.1.*=int4,blocks.2.*=pool2"}))
+    assert {(row["module"], row["operation"], row["codec"]) for row in found} == {
+        (f"blocks.{block}.conv{number}", "conv2d", codec) for block, codec in ((1, "int4"), (2, "pool2"))
+        for number in (1, 2)
+    }  # fmt: skip
+    assert all(row["stored_bytes"] == row["exact_bytes"] / 4 for row in found if row["codec"] == "pool2")
+    assert all(1 / 8 < row["stored_bytes"] / row["exact_bytes"] < 1 / 6 for row in found if row["codec"] == "int4")
+    assert stored_data(task) == stored_data(apply_settings(task, {"microbatch": 5})) == []
+
+
+def test_a_measured_fidelity_stands_beside_the_layer_and_codec_that_it_is_of(tmp_path, ledger):
+    run = run_data(write_run(tmp_path / "run", ledger))
+    assert with_fidelity(run, FIDELITY) == 1
+    assert [row.get("cosine") for row in run["steps"]["lean"]["stored"]] == [0.9987, None]
+
+
 def test_a_run_that_was_killed_says_how_far_it_came(tmp_path, ledger):
     path = write_run(tmp_path / "run", ledger, updates=2, finished=False)
     with (path / "log.jsonl").open("a") as log:
@@ -146,7 +174,7 @@ def test_a_damaged_record_is_said_and_the_log_is_shown_all_the_same(tmp_path, te
 
 CHANGES = (
     {"totals": []}, {"parts": {"model": [1]}}, {"parts": {"model": ["x"] * 9}}, {"peak": 1}, {"peak_column": 10**6},
-    {"spans": [3]}, {"alive": 1}, {"modules": [{}]},
+    {"spans": [3]}, {"alive": 1}, {"modules": [{}]}, {"stored": [{}]}, {"stored": [STORED["lean"][0] | {"codec": 4}]},
 )  # fmt: skip
 
 

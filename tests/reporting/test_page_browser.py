@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from pages import HOSTILE, STUDY, write_run
+from pages import FIDELITY, HOSTILE, STUDY, write_run
 
-from shoestring.reporting.page import page_data, page_html, run_data, study_data
+from shoestring.reporting.page import page_data, page_html, run_data, study_data, with_fidelity
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -148,6 +148,17 @@ def test_what_is_alive_at_the_peak_is_told_by_layer_operation_and_bytes(show, ru
     rows = [row.text for row in page.all("details[open] tbody tr")]
     assert rows[0].startswith("first convolution forward activations 100 MB")
     assert len(rows) == len(run["steps"]["plain"]["alive"])
+
+
+def test_what_a_codec_stores_is_told_exact_and_as_it_is_stored_with_its_fidelity(show, run):
+    with_fidelity(run, FIDELITY)
+    page = show(page_data("a run", [run]))
+    cells = [[cell.text for cell in row.find_elements("css selector", "th, td")] for row in page.all("#saved tbody tr")]
+    assert cells == [
+        ["first", "conv2d", "int4", "40 MB", "5 MB", "12.5%", "0.9987"],
+        ["(the model as a whole)", "input of a region", "pool2", "40 MB", "10 MB", "25.0%", "-"],
+    ]
+    assert "15 MB in place of 80 MB" in page.text("#saved p")
 
 
 def test_a_layer_tells_its_bytes_to_pointer_and_keyboard(show, run):

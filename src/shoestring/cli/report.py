@@ -31,6 +31,12 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--data", type=path_name, metavar="DIR", help="the data that a study was trained on")
     parser.add_argument(
+        "--fidelity",
+        type=path_name,
+        metavar="FILE",
+        help="of a run with compressed activations: cosines by layer, a file of `shoestring fidelity MODEL --json`",
+    )
+    parser.add_argument(
         "-o", "--output", type=output_file(".html"), required=True, metavar="FILE", help="the page, one file"
     )
 
@@ -39,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from ..reporting.page import page_html
 
     data = _data(args)
+    if args.fidelity:
+        _add_fidelity(data["runs"], args.fidelity)
     for shown in data["runs"]:
         for note in shown["notes"]:
             say(f"{shown['name']}: {note}")
@@ -66,6 +74,32 @@ def _data(args: argparse.Namespace) -> dict[str, Any]:
         raise ShoestringError(f"{missing!r} is no folder of a run: only runs are compared")
     study = study_data(_named_study(name, args) or _study_file(name), name)
     return page_data(study["place"] or study["name"] or name, study=study)
+
+
+def _add_fidelity(runs: list[dict[str, Any]], name: str) -> None:
+    """Puts the cosines of a file beside what the runs' codecs store; refuses one that tells nothing of them."""
+    from ..records import file_bytes, matches, read_object
+    from ..reporting.page import with_fidelity
+
+    if not runs:
+        raise ShoestringError("--fidelity is about the layers of a run: name its folder, not a study")
+    try:
+        found = read_object(file_bytes(Path(name)))
+        rows = found["layers"]
+        texts = [[row["module"], row["codec"]] for row in rows]
+        if not matches(texts, list[list[str]]) or not matches([row["cosine"] for row in rows], list[float]):
+            raise ValueError("a layer has no module, codec and cosine")
+    except OSError as error:
+        raise ShoestringError(f"{name!r} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ShoestringError(
+            f"{name!r} is no fidelity of layers ({error}): make it with `shoestring fidelity MODEL --json > FILE`"
+        ) from error
+    if not sum(with_fidelity(run, found) for run in runs):
+        raise ShoestringError(
+            f"{name!r} knows no layer of {' and '.join(run['name'] for run in runs)} under the codec that stores it: "
+            "measure the run's model with the run's codecs, `shoestring fidelity MODEL --codecs C,... --json > FILE`"
+        )
 
 
 def _named_study(name: str, args: argparse.Namespace) -> dict[str, Any] | None:

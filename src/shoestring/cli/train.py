@@ -253,7 +253,7 @@ def _train(
             save_every=args.save_every,
             **length,
         )
-    page = write_page(folder) if world.rank == 0 else None
+    page = write_page(folder, session, beside.steps) if world.rank == 0 else None
     resident = {"peak_bytes": peak_rss_bytes(), "base_bytes": beside.base_bytes}
     answer = record.to_json() | {"run": str(folder.path), "resume": resume, "evaluate": evaluate, "export": export}
     answer |= {"page": str(page) if page else None, "resident": resident}

@@ -14,6 +14,7 @@ from .options import say, write_text
 if TYPE_CHECKING:
     from ..distributed import World
     from ..runs.folder import RunFolder
+    from ..training.job import Session
 
 
 class Beside(NamedTuple):
@@ -45,12 +46,15 @@ def keep(folder: "RunFolder", beside: Beside) -> None:
         keep_languages(folder.languages_path, beside.pairs.known)
 
 
-def write_page(folder: "RunFolder") -> Path | None:
+def write_page(folder: "RunFolder", session: "Session", steps: dict[str, Any]) -> Path | None:
     """Writes the run's page into its folder; if that fails, the finished run is still good."""
-    from ..reporting.page import page_data, page_html, run_data
+    from ..reporting.page import page_data, page_html, run_data, stored_data
 
     path = folder.path / "page.html"
     try:
+        if steps.get("lean", {}).get("stored"):  # codecs may have been chosen anew while it was trained
+            steps["lean"]["stored"] = stored_data(session.lean.task.with_(batch=session.data.read(0, 0)))
+            _keep_steps(folder, steps)
         write_text(path, page_html(page_data(str(folder.path), [run_data(folder.path)])))
     except ShoestringError as error:
         say(f"the page was not written: {error}")

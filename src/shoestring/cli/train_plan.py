@@ -80,7 +80,7 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
     """The plan with what it needs; refused if that is over the budget, unless the run may be replanned."""
     from ..measuring import calibrated
     from ..profiling import profile
-    from ..reporting.page import step_data
+    from ..reporting.page import step_data, stored_data
     from ..reporting.progress import progress
 
     task, limit = lean.task, budget_bytes or lean.plan.budget_bytes
@@ -94,7 +94,8 @@ def _prediction(lean: "LeanTask", budget_bytes: int | None, steps: dict[str, Any
             f"predicted, and the budget is {format_bytes(limit)}: leave the techniques out and let --budget choose "
             "them, add some, or raise it"
         )
-    steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
+    step = steps["lean" if lean.plan.techniques() else "plain"] = step_data(result, len(list(task.split(task.batch))))
+    step["stored"] = stored_data(task)
     return lean.plan.with_(
         task=task.name,
         budget_bytes=limit,

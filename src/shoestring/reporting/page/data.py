@@ -56,6 +56,16 @@ def run_data(path: Path) -> dict[str, Any]:
     }
 
 
+def with_fidelity(run: dict[str, Any], fidelity: dict[str, Any]) -> int:
+    """Adds to what codecs store in a run the cosines of `shoestring fidelity --json` -> how many there were."""
+    cosines = {(layer["module"], layer["codec"]): layer["cosine"] for layer in fidelity["layers"]}
+    rows = run["steps"].get("lean", {}).get("stored", [])
+    known = [row for row in rows if (row["module"], row["codec"]) in cosines]
+    for row in known:
+        row["cosine"] = cosines[row["module"], row["codec"]]
+    return len(known)
+
+
 def _shown(record: RunRecord) -> dict[str, Any]:
     """A record as JSON, with each technique's value in the words of the command line."""
     settings = {key: _in_words(value) for key, value in record.settings.items()}

@@ -53,6 +53,24 @@ function layers() {
     legend(kindsOf(Object.fromEntries(kinds.map((kind) => [kind, 1]))).map(look)));
 }
 
+function saved() {
+  const shown = runs.filter((run) => ((run.steps.lean || {}).stored || []).length);
+  if (!shown.length) return;
+  const size = (label, key) => ({ label, value: (row) => row[key], text: (row) => bytes(row[key]), figure: true });
+  const share = (row) => row.stored_bytes / row.exact_bytes, percent = (part) => `${(100 * part).toFixed(1)}%`;
+  const sum = (rows, key) => rows.reduce((total, row) => total + row[key], 0);
+  section("saved", "Saved activations", ...shown.flatMap((run) => {
+    const rows = run.steps.lean.stored, exact = sum(rows, "exact_bytes"), kept = sum(rows, "stored_bytes");
+    return [node("p", {}, `${named(run)}${said("what codecs take")} of a microbatch is stored in ${bytes(kept)} in place of ${bytes(exact)}, ${percent(kept / exact)}.`),
+      table("Saved activations, exact and as they are stored", [
+        { label: "layer", value: (row) => row.module, text: (row) => layer(row.module) },
+        { label: "operation", value: (row) => row.operation, text: (row) => row.operation || "input of a region" },
+        { label: "codec", value: (row) => row.codec }, size("exact", "exact_bytes"), size("stored", "stored_bytes"),
+        { label: "share", value: share, text: (row) => percent(share(row)), figure: true },
+        { label: "fidelity", value: (row) => row.cosine, text: (row) => (isNumber(row.cosine) ? row.cosine.toFixed(4) : "-"), figure: true }], rows, { long: true })];
+  }), node("p", { class: "muted" }, "Fidelity is the cosine between a layer's weight gradient under the codec and the exact one: ", node("code", {}, "shoestring fidelity MODEL --json"), " measures it, and ", node("code", {}, "shoestring report RUN --fidelity FILE"), " shows it here."));
+}
+
 function predictions() {
   const rows = runs.flatMap((run) => {
     const { predicted_bytes: parts, predicted_peak_bytes: predicted, measured_peak_bytes: measured } = record(run), found = [];
@@ -136,5 +154,5 @@ function ofStudy() {
     ...keys.map((key) => ({ label: key, value: (row) => row.settings[key] }))], study.rows));
 }
 
-if (runs.length) { summary(); timelines(); layers(); predictions(); curves(); settings(); }
+if (runs.length) { summary(); timelines(); layers(); saved(); predictions(); curves(); settings(); }
 if (study) ofStudy();

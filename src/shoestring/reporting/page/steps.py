@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from ...planning.plan import Plan
     from ...profiling import Profile
     from ...runs.record import RunRecord
+    from ...task import Task
 
 STEPS = "step.json"  # in a run folder: what a page shows of the step, plain and lean
 COLUMNS = 600
 MOST_ROWS = 300  # of what is alive; the others are summed in one
+_STORED = ("module", "operation", "codec", "exact_bytes", "stored_bytes")
 
 
 def step_data(profile: "Profile", microbatches: int = 1, columns: int = COLUMNS) -> dict[str, Any]:
@@ -64,6 +66,21 @@ def _alive(live: list[Entry]) -> list[dict[str, Any]]:
     return rows
 
 
+def stored_data(task: "Task") -> list[dict[str, Any]]:
+    """A task under a plan -> what codecs compress of its first microbatch: a row per layer, operation and codec."""
+    from ...techniques.activations.rehearsals import saved
+    from ...techniques.activations.saving import SavedPass
+
+    if not any(isinstance(context, SavedPass) for context in task.contexts):
+        return []
+    sums: dict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for kept in saved(task).compressed:
+        row = sums[kept.module, kept.operation, kept.codec]
+        row[0] += kept.exact_bytes
+        row[1] += kept.stored_bytes
+    return [dict(zip(_STORED, (*place, *sizes), strict=True)) for place, sizes in sums.items()]
+
+
 def write_steps(path: Path, steps: dict[str, Any]) -> None:
     """Puts the steps of a run into its folder, which may not be there yet."""
     from ...runs.folder import replace_file
@@ -96,10 +113,13 @@ def _is_step(step: Any) -> bool:
     try:
         width, lists = len(step["totals"]), [step["totals"], *step["parts"].values()]
         rows = step["alive"] + step["modules"]
+        stored = [[row[key] for key in _STORED] for row in step.get("stored", [])]
         numbers = [step["peak"]["bytes"], step["peak_column"], *(row["bytes"] for row in rows)]
         numbers += [edge for span in step["spans"] for edge in (span["first"], span["end"])]
         texts = [step["peak"][key] for key in ("phase", "module", "operation")]
         texts += [row["module"] for row in rows] + [span["phase"] for span in step["spans"]]
+        texts += [text for row in stored for text in row[:3]]
+        numbers += [size for row in stored for size in row[3:]]
     except (TypeError, KeyError, AttributeError):
         return False
     numbers += [size for sizes in lists for size in sizes]

@@ -46,6 +46,7 @@ class Kept(NamedTuple):
     module: str
     operation: str
     weight: str
+    codec: str
     exact_bytes: int
     stored_bytes: int
 
@@ -125,18 +126,18 @@ class Saver:
             if codec.pack is not None:
                 pack = partial(codec.pack, channel=channel, draw=self._draw)
                 packed = shared.once(tensor.detach(), pack)
-                self._note(tensor, packed)
+                self._note(tensor, packed, rule.codec)
                 return OneUse(packed)
             if tensor.nbytes >= storage_bytes:
                 base = _base(tensor)
                 return View(tensor, OneUse(shared.once(base, self.stores[rule.codec])))
             return OneUse(shared.once(tensor.detach(), self.stores[rule.codec]))
 
-    def _note(self, tensor: Tensor, packed: Any) -> None:
+    def _note(self, tensor: Tensor, packed: Any, codec: str) -> None:
         """Tells a rehearsal, the only one that asks, what became of a tensor."""
         if is_traced():
-            place = self.place
-            self.compressed.append(Kept(place.module, place.operation, place.weight, tensor.nbytes, packed.nbytes))
+            place, sizes = self.place, (tensor.nbytes, packed.nbytes)
+            self.compressed.append(Kept(place.module, place.operation, place.weight, codec, *sizes))
 
     def _rule(self, tensor: Tensor) -> Rule | None:
         """The first rule that fits the place; a compressing codec takes the inputs of linear maps only, and no matrix
