@@ -206,3 +206,15 @@ def test_estimates_among_the_reasons_count_objects_as_the_table_does():
     [told] = [words for words in explain._reasons(search, option, search.traces.plain()) if "microbatch 4" in words]
     assert told.endswith(f"about {format_bytes(search.estimate(less)[0] + search.objects(less), 2)}")
     assert search.objects(less) > 0
+
+
+def test_a_technique_without_which_a_step_fits_too_says_how_much_longer_that_takes():
+    search = Search(images(), 1 << 60, RATES)
+    told = {}
+    for settings in ((("nonzero", 10),), (("precision", "fp16"),)):
+        option = search.candidates.option(settings)
+        (told[settings],) = [words for words in search.finish(option).reasons if "without it" in words]
+    faster, slower = (search.time_ratio(search.candidates.option(settings)) for settings in told)
+    assert faster < 1 < slower
+    sparse, narrow = told.values()
+    assert sparse.endswith(" MB, and 1.00x the time") and narrow.endswith("MB")

@@ -33,6 +33,7 @@ STUDY = {
             "measured_bytes": printed * MB,
             "quality": quality,
             "seeds": [0],
+            "step_seconds": printed / 100 if quality else None,
         }
         for label, nonzero, printed, accuracy, quality in (
             ("middle", 30, 7, 94.0, {"accuracy": 81.0, "interval": 0.5, "values": [81.0]}),

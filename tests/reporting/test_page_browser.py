@@ -217,9 +217,18 @@ def test_rows_of_a_study_are_sorted_by_number_and_what_is_unknown_comes_last(sho
 def test_a_study_shows_its_claims_and_the_papers_points_beside_ours(show):
     page = show(page_data("a study", study=study_data(STUDY)))
     assert "not confirmed" in page.text("#claims tbody")
-    assert len(page.all(".scatter .point:not(.paper)")) == 2 and len(page.all(".scatter .point.paper")) == 3
+    by_memory = "svg[aria-label='accuracy by memory'] "
+    assert len(page.all(f"{by_memory} .point:not(.paper)")) == 2 and len(page.all(f"{by_memory} .point.paper")) == 3
     page.point_at(page.one(".scatter .paper"))
     assert page.one("#tip").text == "middle (the paper)\n7 MB\naccuracy 94 ± 0.1"
+
+
+def test_trained_rows_of_a_study_are_drawn_by_their_time_too(show):
+    page = show(page_data("a study", study=study_data(STUDY)))
+    points = page.all("svg[aria-label='accuracy by time'] .point")
+    assert len(points) == 2
+    page.point_at(points[0])
+    assert page.one("#tip").text == "middle (ours)\n0.07 s\naccuracy 81 ± 0.5"
 
 
 def test_two_runs_share_their_charts_and_what_differs_is_marked(show, tmp_path, ledger, run):

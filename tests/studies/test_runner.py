@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from layouts import write_cifar_binary
 
 from shoestring.studies.data import VARIABLE
 from shoestring.studies.jobs import Store
-from shoestring.studies.results import report
+from shoestring.studies.results import report, steps
 from shoestring.studies.runner import jobs_of, memory_job, run, seconds_left, training_jobs
 from shoestring.studies.study import parse
 
@@ -53,6 +54,15 @@ def study():
 def data(tmp_path):
     write_cifar_binary(tmp_path / "cifar-10-batches-bin", count=12)
     return str(tmp_path)
+
+
+def test_a_study_of_what_memory_buys_takes_the_time_of_each_step_too(study, tmp_path):
+    store, buys = Store(tmp_path / "store"), replace(study, pareto=True, rows=study.rows[:2])
+    timed = [job for job in jobs_of(buys, "memory") if job["kind"] == "time"]
+    assert len(timed) == 2 and not [job for job in jobs_of(study, "memory") if job["kind"] == "time"]
+    run(store, timed, nice=0)
+    assert all(0 < row["step_seconds"] < 5 for row in report(buys, "memory", store)["rows"])
+    assert [step["job"]["kind"] for step in steps(buys, "memory", store)] == ["time", "time"]
 
 
 def trainings(study, data, *labels):

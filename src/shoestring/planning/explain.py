@@ -71,7 +71,10 @@ def _reasons(search: "Search", option: Option, plain: Profile) -> Iterator[str]:
     for name, value in option.settings:
         less = option.without(name)
         if traced := search.traces.profiles.get(less.settings):
-            over = f" > {format_bytes(search.budget)}" if not search.has_room(traced) else ""
+            over = f" > {format_bytes(search.budget)}"
+            if search.has_room(traced):  # then it is there for its time
+                ratio = search.time_ratio(less)
+                over = f", and {ratio:.2f}x the time" if ratio and ratio > (search.time_ratio(option) or 0) else ""
             objects = (
                 f"{format_bytes(traced.peak_bytes)} of tensors + {format_bytes(traced.object_bytes, 2)} of objects"
             )

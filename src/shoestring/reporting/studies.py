@@ -58,6 +58,8 @@ def table(study: Study, found: dict[str, Any]) -> list[list[str]]:
         ("predicted, MB", lambda row: bytes_in_mb(row["predicted_bytes"])),
         ("heap, MB", lambda row: bytes_in_mb(row["measured_bytes"])),
     ]
+    if study.pareto:
+        columns.append(("step, CPU s", lambda row: f"{seconds:.3f}" if (seconds := row.get("step_seconds")) else ""))
     if about_flops(study):
         columns += [
             ("paper's rules, FLOPs", lambda row: _times(row.get("rules_flops_ratio"))),

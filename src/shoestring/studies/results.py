@@ -11,7 +11,7 @@ from ..errors import ShoestringError
 from ..records import file_bytes, matches, read_object
 from .jobs import Store, identify
 from .plans import model_of
-from .runner import memory_job, training_jobs
+from .runner import memory_job, step_jobs, time_job, training_jobs
 from .study import LEARNED, QUALITIES, Row, Study
 
 CONFIRMED, NOT_CONFIRMED, NOT_TESTABLE = "confirmed", "not confirmed", "not testable at this scale"
@@ -61,13 +61,15 @@ def trials(study: Study, scale_name: str, store: Store, root: str | None = None)
         memory = store.result(memory_job(study, row, scale)) or {}
         for job in training_jobs(study, row, scale, root):
             if (result := store.result(job)) is not None:
-                found.append(_trial(study, row, job, result) | {"measured_bytes": memory.get("measured_bytes")})
+                peaks = {key: memory.get(key) for key in ("predicted_bytes", "measured_bytes")}
+                found.append(_trial(study, row, job, result) | peaks)
     return found
 
 
 def steps(study: Study, scale_name: str, store: Store) -> list[dict[str, Any]]:
     """The measured steps of a study's rows, each as its job and result; rows that share a step have one."""
-    jobs = {identify(job): job for job in (memory_job(study, row, study.scale(scale_name)) for row in study.rows)}
+    scale = study.scale(scale_name)
+    jobs = {identify(job): job for row in study.rows for job in step_jobs(study, row, scale)}
     return [{"job": job, "result": result} for job in jobs.values() if (result := store.result(job)) is not None]
 
 
@@ -109,8 +111,7 @@ def _trial(study: Study, row: Row, job: dict[str, Any], result: dict[str, Any]) 
 
 def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
     scale = study.scale(scale_name)
-    measuring = memory_job(study, row, scale)
-    memory = store.result(measuring) or {}
+    memory = store.result(memory_job(study, row, scale)) or {}
     jobs = training_jobs(study, row, scale, root) if scale_name != "memory" and scale is not None else []
     trained = [(job, store.result(job)) for job in jobs]
     values = [result["quality"] for _, result in trained if result]
@@ -126,7 +127,8 @@ def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None
         **{key: memory[key] for key in _MORE if key in memory},
         "quality": quality,
         "seeds": [job["seed"] for job, result in trained if result],
-        "failed": [reason for job in (measuring, *jobs) if (reason := store.reason(job))],
+        "step_seconds": (store.result(time_job(study, row, scale)) or {}).get("step_seconds"),
+        "failed": [reason for job in (*step_jobs(study, row, scale), *jobs) if (reason := store.reason(job))],
         "notes": memory.get("notes", {}),
     }
 

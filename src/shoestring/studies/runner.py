@@ -36,6 +36,15 @@ def memory_job(study: Study, row: Row, scale: Scale | None) -> Job:
     return {"kind": "memory", **_step(study, row, scale), "settings": settings}
 
 
+def time_job(study: Study, row: Row, scale: Scale | None) -> Job:
+    return memory_job(study, row, scale) | {"kind": "time"}
+
+
+def step_jobs(study: Study, row: Row, scale: Scale | None) -> list[Job]:
+    """What is found out about a row's step: its memory and, in a study of what memory buys, its time."""
+    return [memory_job(study, row, scale), *([time_job(study, row, scale)] if study.pareto else [])]
+
+
 def _step(study: Study, row: Row, scale: Scale | None) -> Job:
     """The step of a row: its model and the sizes of its batch."""
     return {"model": model_of(study, row), "sizes": size_of(study, scale) | _sizes(scale, row)}
@@ -66,9 +75,9 @@ def _deciding(row: Row) -> dict[str, Any]:
 
 
 def jobs_of(study: Study, scale_name: str, root: str | None = None) -> list[Job]:
-    """All jobs of a study at a scale: the memory of each row, then its trainings, all first seeds first."""
+    """All jobs of a study at a scale: the step of each row, then its trainings, all first seeds first."""
     scale = study.scale(scale_name)
-    jobs = [memory_job(study, row, scale) for row in study.rows]
+    jobs = [job for row in study.rows for job in step_jobs(study, row, scale)]
     if scale_name != "memory" and scale is not None:
         seeds = zip_longest(*(training_jobs(study, row, scale, root) for row in study.rows))
         jobs += [job for row in seeds for job in row if job]
@@ -201,7 +210,7 @@ def _ray_worker(path: str, ids: list[str], nice: int, environment: dict[str, str
 def seconds_left(store: Store, jobs: Iterable[Job], workers: int) -> float | None:
     """About how long the rest takes: as long as the finished trainings took; None if none has finished. By their
     median: a trial that was paused for a night, or for another program, says nothing of the others."""
-    trainings = [job for job in jobs if job["kind"] != "memory"]
+    trainings = [job for job in jobs if job["kind"] in ("train", "fidelity")]
     done = [result["seconds"] for job in trainings if (result := store.result(job))]
     open_ones = sum(store.state(job) in ("waiting", "running") for job in trainings)
     return median(done) * open_ones / max(1, workers) if done else None

@@ -1,7 +1,8 @@
 """One job, in a process of its own: `python -m shoestring.studies.trial JOB FOLDER ANSWER`.
 
-A `memory` job counts and measures a step. A `train` job trains in FOLDER/run, from its newest save if it was killed. A
-`fidelity` job trains briefly and compares the gradients of compressed activations with exact ones.
+A `memory` job counts and measures a step, a `time` job takes its time. A `train` job trains in FOLDER/run, from its
+newest save if it was killed. A `fidelity` job trains briefly and compares the gradients of compressed activations with
+exact ones.
 """
 
 import json
@@ -47,6 +48,14 @@ def measure(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     sizes = job["sizes"]
     plan = plan_of(job["settings"], size(job))
     return memory(job["model"], sizes, job["settings"], plan)
+
+
+def clock(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from ..runs.record import environment
+    from .clock import step_seconds
+
+    seconds = step_seconds(job["model"], job["sizes"], plan_of(job["settings"], size(job)))
+    return {"step_seconds": seconds, "environment": environment() | {"cpu_model": cpu_model()}}
 
 
 def train(job: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
-_KINDS = {"memory": measure, "train": train, "fidelity": fidelity}
+_KINDS = {"memory": measure, "time": clock, "train": train, "fidelity": fidelity}
 
 if __name__ == "__main__":
     sys.exit(main(*sys.argv[1:]))

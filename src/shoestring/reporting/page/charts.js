@@ -226,32 +226,32 @@ function bars(label, rows, budget) {
   });
 }
 
-// Points {label, memory, quality, interval, paper}: memory on a logarithmic axis, and the best of each kind joined.
-function scatter(label, points, quality) {
-  const best = (group) => [...group].sort((a, b) => a.memory - b.memory || b.quality - a.quality)
+// Points {label, cost, quality, interval, paper}: the cost on a logarithmic axis, and the best of each kind joined.
+function scatter(label, points, quality, cost, format) {
+  const best = (group) => [...group].sort((a, b) => a.cost - b.cost || b.quality - a.quality)
     .filter((point, place, sorted) => sorted.slice(0, place).every((other) => other.quality < point.quality));
   return responsive((width) => {
     const box = frame(width, Math.min(420, Math.max(260, width * 0.5)), 52);
-    const logs = points.map((point) => Math.log10(point.memory)), values = points.flatMap((point) => [point.quality - (point.interval || 0), point.quality + (point.interval || 0)]);
+    const logs = points.map((point) => Math.log10(point.cost)), values = points.flatMap((point) => [point.quality - (point.interval || 0), point.quality + (point.interval || 0)]);
     const wide = (Math.max(...logs) - Math.min(...logs) || 1) * 0.06, tall = (Math.max(...values) - Math.min(...values) || 1) * 0.08;
     const [first, end, low, high] = [Math.min(...logs) - wide, Math.max(...logs) + wide, Math.min(...values) - tall, Math.max(...values) + tall];
     const x = scale(first, end, box.left, box.right), y = scale(low, high, box.bottom, box.top);
     const round = [];
-    for (let power = Math.floor(first); power <= end; power++) for (const factor of [1, 2, 5]) if (power + Math.log10(factor) >= first && power + Math.log10(factor) <= end) round.push(power + Math.log10(factor));
+    for (let power = Math.floor(first); power <= end; power++) for (const factor of end - first < 0.8 ? [1, 1.5, 2, 3, 4, 5, 6, 8] : [1, 2, 5]) if (power + Math.log10(factor) >= first && power + Math.log10(factor) <= end) round.push(power + Math.log10(factor));
     const room = round.reduce((kept, place) => (x(place) < box.right - 20 && (!kept.length || x(place) - x(kept.at(-1)) > 58) ? [...kept, place] : kept), []);
     const drawn = [true, false].flatMap((paper) => {
       const group = points.filter((point) => point.paper === paper), colour = paper ? "var(--b)" : "var(--a)";
-      const at = (point) => [x(Math.log10(point.memory)), y(point.quality)];
+      const at = (point) => [x(Math.log10(point.cost)), y(point.quality)];
       return [mark("path", { d: best(group).map((point, place) => `${place ? "L" : "M"}${at(point).join(" ")}`).join("") || "M0 0", fill: "none", stroke: colour, "stroke-width": 1.5, "stroke-dasharray": paper ? "4 4" : null, opacity: 0.7 }),
         ...group.map((point) => {
           const [px, py] = at(point), spread = point.interval ? mark("line", { x1: px, x2: px, y1: y(point.quality - point.interval), y2: y(point.quality + point.interval), stroke: colour }) : null;
           const shape = paper ? mark("path", { d: `M${px} ${py - 7}l7 7l-7 7l-7 -7Z`, fill: "var(--card)", stroke: colour, "stroke-width": 2 }) : mark("circle", { cx: px, cy: py, r: 6, fill: colour });
-          const text = `${point.label} (${paper ? "the paper" : "ours"})\n${bytes(point.memory)}\n${quality} ${plain(point.quality)}${point.interval ? ` ± ${plain(point.interval)}` : ""}`;
+          const text = `${point.label} (${paper ? "the paper" : "ours"})\n${format(point.cost)}\n${quality} ${plain(point.quality)}${point.interval ? ` ± ${plain(point.interval)}` : ""}`;
           return told(mark("g", { class: paper ? "point paper" : "point" }, spread, shape), text);
         })];
     });
     return mark("svg", { viewBox: `0 0 ${width} ${box.height}`, role: "group", class: "scatter", "aria-label": label },
-      yAxis(box, y, ticks(low, high), plain), xAxis(box, x, room, (place) => bytes(10 ** place, 2), "memory, logarithmic"),
+      yAxis(box, y, ticks(low, high), plain), xAxis(box, x, room, (place) => format(10 ** place, 2), `${cost}, logarithmic`),
       mark("text", { class: "soft", x: 4, y: 12 }, quality), ...drawn);
   });
 }

@@ -204,6 +204,7 @@ def _row(row: dict[str, Any], smaller: bool) -> dict[str, Any]:
         "quality": quality.get(names[0]) if names else None,
         "interval": quality.get("interval"),
         "seeds": len(row.get("seeds") or ()),
+        "step_seconds": row.get("step_seconds"),
         **{key: row.get(key) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")},
         "paper_bytes": megabytes * 1e6 if isinstance(megabytes, int | float) else None,
         "paper_quality": paper.get(printed[0]) if printed else None,

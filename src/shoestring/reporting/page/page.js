@@ -22,6 +22,10 @@ function bytes(size, digits = 4) {
     if (Math.abs(size) >= factor) return `${Number((size / factor).toPrecision(digits))} ${unit}`;
   return `${Math.round(size)} B`;
 }
+const duration = (seconds, digits = 4) => {
+  const [factor, unit] = seconds < 120 ? [1, "s"] : seconds < 7200 ? [60, "min"] : [3600, "h"];
+  return `${Number((seconds / factor).toPrecision(digits)).toLocaleString("en")} ${unit}`;
+};
 const plain = (value) => (isNumber(value) ? Number(value.toPrecision(4)).toLocaleString("en") : "not known");
 const look = (kind) => (Object.hasOwn(DATA.looks, kind) ? DATA.looks[kind] : { label: kind.replaceAll("_", " "), colour: "#7a7a7a" });
 const kindsOf = (parts) => [...Object.keys(DATA.looks), ...Object.keys(parts).filter((kind) => !Object.hasOwn(DATA.looks, kind))]

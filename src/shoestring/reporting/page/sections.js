@@ -12,7 +12,7 @@ function facts(run) {
   if (isNumber(budget)) found.push(["budget", bytes(budget)]);
   if (isNumber(quality)) found.push([`${name} at the end`, judged(name, quality)]);
   if (isNumber(best)) found.push([`best ${name}${isNumber(at) ? `, update ${at.toLocaleString("en")}` : ""}`, judged(name, best)]);
-  if (isNumber(seconds)) found.push(["trained for", seconds < 120 ? `${plain(seconds)} s` : seconds < 7200 ? `${plain(seconds / 60)} min` : `${plain(seconds / 3600)} h`]);
+  if (isNumber(seconds)) found.push(["trained for", duration(seconds)]);
   return node("dl", { class: "facts" }, ...found.map(([word, value]) => node("div", {}, node("dt", {}, word), node("dd", {}, value))));
 }
 function summary() {
@@ -139,18 +139,21 @@ function ofStudy() {
     section("claims", "Claims", table("What the paper claims, and what was found", [{ label: "claim", value: (claim) => claim.claim }, verdict,
       { label: "paper", value: (claim) => claim.paper, figure: true }, { label: "ours", value: (claim) => claim.ours, text: (claim) => spread(claim.ours, claim.interval), figure: true }], study.claims));
   }
-  const points = study.rows.flatMap((row) => [
-    { label: row.label, memory: isNumber(row.measured_bytes) ? row.measured_bytes : row.predicted_bytes, quality: row.quality, interval: row.interval, paper: false },
-    { label: row.label, memory: row.paper_bytes, quality: row.paper_quality, interval: row.paper_interval, paper: true }]).filter((point) => isNumber(point.memory) && point.memory > 0 && isNumber(point.quality));
-  if (points.length) section("pareto", "Memory and quality", node("p", { class: "muted" }, `Up and to the left is better; the lines join those that none beats in both. The paper trained at full scale${study.scale && study.scale !== "full" ? `, ours is at scale ${study.scale}: compare shapes, not heights` : ""}.`),
+  const known = (points) => points.filter((point) => isNumber(point.cost) && point.cost > 0 && isNumber(point.quality));
+  const points = known(study.rows.flatMap((row) => [
+    { label: row.label, cost: isNumber(row.measured_bytes) ? row.measured_bytes : row.predicted_bytes, quality: row.quality, interval: row.interval, paper: false },
+    { label: row.label, cost: row.paper_bytes, quality: row.paper_quality, interval: row.paper_interval, paper: true }]));
+  const timed = known(study.rows.map((row) => ({ label: row.label, cost: row.step_seconds, quality: row.quality, interval: row.interval, paper: false })));
+  if (points.length) section("pareto", "Memory, time and quality", node("p", { class: "muted" }, `Up and to the left is better; the lines join those that none beats in both. The paper trained at full scale${study.scale && study.scale !== "full" ? `, ours is at scale ${study.scale}: compare shapes, not heights` : ""}.`),
     points.some((point) => !point.paper) ? null : node("p", { class: "note" }, "Nothing of ours is trained at this scale: only the paper's points are drawn."),
-    scatter(`${name} by memory`, points, name), legend([{ label: "ours (filled circles)", colour: "var(--a)" }, { label: "the paper's (diamonds)", colour: "var(--b)" }]));
+    scatter(`${name} by memory`, points, name, "memory", bytes), timed.length ? scatter(`${name} by time`, timed, name, "processor time of a step, one thread", duration) : null, legend([{ label: "ours (filled circles)", colour: "var(--a)" }, { label: "the paper's (diamonds)", colour: "var(--b)" }]));
   const keys = [...new Set(study.rows.flatMap((row) => Object.keys(row.settings)))];
   section("rows", "Rows", table("Rows of the study; a heading sorts by its column", [{ label: "row", value: (row) => row.label },
     size("paper", "paper_bytes"), size("paper's rules", "rules_bytes"), size("predicted", "predicted_bytes"), size("measured", "measured_bytes"),
     { label: `${name}, paper`, value: (row) => row.paper_quality, text: (row) => spread(row.paper_quality, row.paper_interval), figure: true },
     { label: `${name}, ours`, value: (row) => row.quality, text: (row) => spread(row.quality, row.interval), figure: true },
     { label: "seeds", value: (row) => row.seeds, figure: true },
+    { label: "step", value: (row) => row.step_seconds, text: (row) => (isNumber(row.step_seconds) ? duration(row.step_seconds) : "-"), figure: true },
     ...keys.map((key) => ({ label: key, value: (row) => row.settings[key] }))], study.rows));
 }
 
