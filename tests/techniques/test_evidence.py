@@ -35,12 +35,18 @@ def test_the_evidence_is_what_the_recorded_runs_gave(rows, label):
     assert SHORT[label][:2] == (pytest.approx(difference, abs=0.005), pytest.approx(margin, abs=0.005))
 
 
-@pytest.mark.parametrize(("label", "row"), [("BF16", "100% BF16"), ("8-bit state", "100% FP32, 8-bit momentum")])
-def test_the_longer_runs_are_those_of_figure_6(label, row):
-    rows = {row["label"]: row for row in json.loads((RESULT.parent / "figure6.small.json").read_text())["rows"]}
+@pytest.mark.parametrize(
+    ("label", "row", "plain"),
+    [("FP16", "100% FP16", "100% FP32"), ("BF16", "100% BF16", "100% FP32"), ("microbatch 10", "10", "100"),
+     ("8-bit state", "100% FP32, 8-bit momentum", "100% FP32")],
+)  # fmt: skip
+def test_the_longer_runs_are_those_of_the_study_that_is_named(label, row, plain):
+    file = RESULT.parent / f"{SHORT[label].study}.small.json"
+    rows = {row["label"]: row for row in json.loads(file.read_text())["rows"]}
     assert len(rows[row]["seeds"]) == 1 and "a single seed" in LONGER
-    difference = rows[row]["quality"]["accuracy"] - rows["100% FP32"]["quality"]["accuracy"]
+    difference = rows[row]["quality"]["accuracy"] - rows[plain]["quality"]["accuracy"]
     assert SHORT[label].longer == pytest.approx(difference, abs=0.006)
+    assert file.with_suffix(".md").name in str(SHORT[label])
 
 
 @pytest.mark.parametrize(
@@ -83,5 +89,6 @@ def test_the_points_of_a_codec_are_those_of_its_study(codec):
     rows = json.loads((RESULT.parent / "accuracy-compressed.small.json").read_text())["rows"]
     trained = {row["label"]: Estimate.of(row["quality"]["values"]) for row in rows if row["quality"]}
     offer, found = COMPRESSED[codec], trained[codec].minus(trained["uncompressed"])
+    assert found.count == 3 and "three runs" in evidence(None, codec)
     assert (offer.points, offer.margin) == pytest.approx((found.value, found.interval), abs=0.006)
     assert f"{offer.points:+.1f} ± {offer.margin:.1f} points" in evidence(None, codec)

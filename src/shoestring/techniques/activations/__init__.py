@@ -147,7 +147,7 @@ def evidence(task: Task, rules: str) -> str:
     trained = "no run of ours has it alone"
     if offer.points is not None:
         points = f"{offer.points:+.1f} ± {offer.margin:.1f} points"
-        trained = f"{points} in our two runs of 10 epochs (docs/results/accuracy-compressed.small.md)"
+        trained = f"{points} in our three runs of 10 epochs (docs/results/accuracy-compressed.small.md)"
     return (
         f"{rules}: cosine of the whole gradient with the exact one {offer.cosine} on ResNet-18 and WRN-28-2 with "
         f"CIFAR-10, {trained}; `shoestring fidelity` shows it for your model"
