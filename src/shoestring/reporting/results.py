@@ -88,7 +88,7 @@ def page_text(
     lines = [f"# {study.place}: {study.title}", "", f"{PAPERS[study.paper]}.", ""]
     lines += [study.about, ""] if study.about else []
     lines += [
-        _done(study, found, scale, trials),
+        _done(study, found, scale, trials) + _clocked(found["rows"]),
         "",
         *(line for picture in pictures for line in (f"![{study.title}]({picture})", "")),
         *_markdown(table(study, found)),
@@ -120,6 +120,12 @@ def _done(study: Study, found: dict[str, Any], scale: Scale | None, trials: list
     parts += [f"CPU: {', '.join(cpus)}"] if cpus else []
     smaller = " The bytes are those of the smaller step: for the paper's sizes see the scale `memory`."
     return "; ".join(parts) + "." + (smaller if scale.image or scale.width else "")
+
+
+def _clocked(rows: list[dict[str, Any]]) -> str:
+    """Of which processor the times of steps are."""
+    cpus = sorted({cpu for row in rows if (cpu := row.get("step_cpu"))})
+    return f" The time of a step: one thread of {', '.join(cpus)}, medians." if cpus else ""
 
 
 def _length(scale: Scale) -> str:

@@ -112,6 +112,7 @@ def _trial(study: Study, row: Row, job: dict[str, Any], result: dict[str, Any]) 
 def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
     scale = study.scale(scale_name)
     memory = store.result(memory_job(study, row, scale)) or {}
+    timed = store.result(time_job(study, row, scale)) or {}
     jobs = training_jobs(study, row, scale, root) if scale_name != "memory" and scale is not None else []
     trained = [(job, store.result(job)) for job in jobs]
     values = [result["quality"] for _, result in trained if result]
@@ -127,7 +128,8 @@ def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None
         **{key: memory[key] for key in _MORE if key in memory},
         "quality": quality,
         "seeds": [job["seed"] for job, result in trained if result],
-        "step_seconds": (store.result(time_job(study, row, scale)) or {}).get("step_seconds"),
+        "step_seconds": timed.get("step_seconds"),
+        "step_cpu": timed.get("environment", {}).get("cpu_model"),
         "failed": [reason for job in (*step_jobs(study, row, scale), *jobs) if (reason := store.reason(job))],
         "notes": memory.get("notes", {}),
     }

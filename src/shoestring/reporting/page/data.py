@@ -205,6 +205,7 @@ def _row(row: dict[str, Any], smaller: bool) -> dict[str, Any]:
         "interval": quality.get("interval"),
         "seeds": len(row.get("seeds") or ()),
         "step_seconds": row.get("step_seconds"),
+        "step_cpu": str(row.get("step_cpu") or ""),
         **{key: row.get(key) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")},
         "paper_bytes": megabytes * 1e6 if isinstance(megabytes, int | float) else None,
         "paper_quality": paper.get(printed[0]) if printed else None,
