@@ -236,8 +236,9 @@ function scatter(label, points, quality, cost, format) {
     const wide = (Math.max(...logs) - Math.min(...logs) || 1) * 0.06, tall = (Math.max(...values) - Math.min(...values) || 1) * 0.08;
     const [first, end, low, high] = [Math.min(...logs) - wide, Math.max(...logs) + wide, Math.min(...values) - tall, Math.max(...values) + tall];
     const x = scale(first, end, box.left, box.right), y = scale(low, high, box.bottom, box.top);
-    const round = [];
-    for (let power = Math.floor(first); power <= end; power++) for (const factor of end - first < 0.8 ? [1, 1.5, 2, 3, 4, 5, 6, 8] : [1, 2, 5]) if (power + Math.log10(factor) >= first && power + Math.log10(factor) <= end) round.push(power + Math.log10(factor));
+    const powers = Array.from({ length: Math.ceil(end) - Math.floor(first) }, (_, place) => 10 ** (Math.floor(first) + place));
+    const wholes = end - first < 0.8 ? ticks(10 ** first, 10 ** end, 6) : powers.flatMap((power) => [power, 2 * power, 5 * power]);
+    const round = wholes.map(Math.log10).filter((place) => place >= first && place <= end);
     const room = round.reduce((kept, place) => (x(place) < box.right - 20 && (!kept.length || x(place) - x(kept.at(-1)) > 58) ? [...kept, place] : kept), []);
     const drawn = [true, false].flatMap((paper) => {
       const group = points.filter((point) => point.paper === paper), colour = paper ? "var(--b)" : "var(--a)";

@@ -147,7 +147,7 @@ function ofStudy() {
   const timed = known(study.rows.map((row) => ({ label: row.label, cost: row.step_seconds, quality: row.quality, interval: row.interval, paper: false })));
   if (points.length) section("pareto", "Memory, time and quality", node("p", { class: "muted" }, `Up and to the left is better; the lines join those that none beats in both. The paper trained at full scale${study.scale && study.scale !== "full" ? `, ours is at scale ${study.scale}: compare shapes, not heights` : ""}.`),
     points.some((point) => !point.paper) ? null : node("p", { class: "note" }, "Nothing of ours is trained at this scale: only the paper's points are drawn."),
-    scatter(`${name} by memory`, points, name, "memory", bytes), timed.length ? scatter(`${name} by time`, timed, name, `processor time of a step, one thread${cpus ? ` of ${cpus}` : ""}`, duration) : null, legend([{ label: "ours (filled circles)", colour: "var(--a)" }, { label: "the paper's (diamonds)", colour: "var(--b)" }]));
+    scatter(`${name} by memory`, points, name, "memory", bytes), timed.length ? scatter(`${name} by time`, timed, name, `processor time of a step, one thread${cpus ? ` of ${cpus}` : ""}`, duration) : null, legend([{ label: "ours (filled circles)", colour: "var(--a)" }, ...(points.some((point) => point.paper) ? [{ label: "the paper's (diamonds)", colour: "var(--b)" }] : [])]));
   const keys = [...new Set(study.rows.flatMap((row) => Object.keys(row.settings)))];
   section("rows", "Rows", table("Rows of the study; a heading sorts by its column", [{ label: "row", value: (row) => row.label },
     size("paper", "paper_bytes"), size("paper's rules", "rules_bytes"), size("predicted", "predicted_bytes"), size("measured", "measured_bytes"),
