@@ -159,3 +159,26 @@ def test_a_sentence_longer_than_the_position_table_is_refused(model):
 def test_heads_that_do_not_divide_the_width_are_refused():
     with pytest.raises(ShoestringError, match="width 10 must be even and a multiple of the 4 heads"):
         Settings(width=10, heads=4)
+
+
+@pytest.mark.parametrize("length", [1, 2, 12])
+def test_decoding_with_a_past_gives_the_scores_of_the_whole_target(model, length):
+    source, target, _ = pairs(lengths=(length, length + 1))
+    with torch.no_grad():
+        memory, past = model.encode(source), model.past()
+        steps = [model.decode(target[:, at : at + 1], memory, past) for at in range(target.shape[1])]
+        torch.testing.assert_close(torch.cat(steps, 1), model.decode(target, memory), atol=1e-5, rtol=1e-5)
+
+
+def test_a_past_goes_on_from_the_rows_that_a_search_keeps(model):
+    source, target, _ = pairs(lengths=(8, 9))
+    source, target = source[:1].expand(3, -1), torch.stack([target[0], target[0].roll(1), target[0].roll(2)])
+    rows, memory = torch.tensor([2, 0, 0]), model.encode(source)
+    with torch.no_grad():
+        past = model.past()
+        for at in range(4):
+            model.decode(target[:, at : at + 1], memory, past)
+        past.take(rows)
+        other = torch.cat([target[rows, :4], target[:, 4:5]], 1)
+        found = model.decode(other[:, 4:], memory, past)
+        torch.testing.assert_close(found[:, 0], model.decode(other, memory)[:, -1], atol=1e-5, rtol=1e-5)

@@ -1,3 +1,4 @@
+import copy
 import itertools
 import sys
 
@@ -159,3 +160,21 @@ def test_the_little_language_is_learned_by_a_small_transformer():
             optimizer.zero_grad()
     found = translate(model.eval(), pairs.test.source, pairs.target, beams=1)
     assert bleu(found, list(pairs.test.references.texts())) > 80
+
+
+@pytest.mark.parametrize("beams", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_search_with_a_past_finds_what_it_finds_without(beams, dtype):
+    torch.manual_seed(0)
+    model = DynamicConvTransformer(Settings(30, 30, 16, 16, 2, (3, 7), (3, 7))).eval()
+    model.decoder.scores.weight.data *= 8  # so that no two scores are nearly the same
+    source = torch.randint(SPECIAL_IDS, 30, (5, 9))
+
+    class Whole:  # the same model, without a past
+        encode, decode = model.encode, model.decode
+
+    lean = copy.deepcopy(model).to(dtype)
+    slow = beam_search(Whole, source, beams)
+    agree = [a == b for a, b in zip(beam_search(lean, source, beams), slow, strict=True)]
+    assert all(agree) if dtype is torch.float32 else sum(agree) >= 4
+    assert len({len(ids) for ids in slow}) > 1 or len(slow[0]) > 5

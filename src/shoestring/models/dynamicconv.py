@@ -46,6 +46,29 @@ class Memory(NamedTuple):
     padding: Tensor
 
 
+class Past:
+    """What a search keeps of the target ids before the last one, so that each step decodes the last one only: the
+    latest inputs of each causal convolution, and each attention's keys and values of the memory."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.windows: dict[nn.Module, Tensor] = {}
+        self.projected: dict[nn.Module, tuple[Tensor, ...]] = {}
+
+    def window(self, module: nn.Module, values: Tensor, size: int) -> Tensor:
+        """Values of the last position (N, 1, C) -> of the last `size` positions, zeros before the first."""
+        before = self.windows.get(module)
+        if before is None:
+            before = values.new_zeros(len(values), size - 1, values.shape[2])
+        found = torch.cat([before, values], 1)
+        self.windows[module] = found[:, 1:]
+        return found
+
+    def take(self, rows: Tensor) -> None:
+        """Goes on from these rows, each from a row of the same sentence."""
+        self.windows = {module: window[rows] for module, window in self.windows.items()}
+
+
 def dynamic_convolution(x: Tensor, kernels: Tensor, left: int) -> Tensor:
     """Values (N, T, C) and kernels (N, T, K) -> out[t] = sum over k of kernels[t, k] * x[t + k - left].
 
@@ -69,6 +92,12 @@ class DynamicConv(nn.Module):
         self.size, self.heads, self.left = size, heads, size - 1 if causal else size // 2
         self.kernels = nn.Linear(width, heads * size, bias=False)
         self.dropout = nn.Dropout(dropout)
+
+    def last(self, window: Tensor) -> Tensor:
+        """The last `size` values (N, size, C) -> the output of a causal convolution at the last one, (N, 1, C)."""
+        kernels = self.kernels(window[:, -1:]).unflatten(2, (self.heads, self.size)).softmax(3)
+        products = kernels.float().transpose(1, 3) * window.unflatten(2, (self.heads, -1)).float()
+        return products.sum(1, keepdim=True).flatten(2).to(window.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         kernels = self.kernels(x).unflatten(2, (self.heads, self.size))
@@ -98,11 +127,12 @@ class ConvBlock(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, padding: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, padding: Tensor | None = None, past: Past | None = None) -> Tensor:
         values = self.input(x)
         if padding is not None:
             values = values.masked_fill(padding.unsqueeze(2), 0)
-        return self.norm(x + self.dropout(self.output(self.conv(values))))
+        out = self.conv(values) if past is None else self.conv.last(past.window(self, values, self.conv.size))
+        return self.norm(x + self.dropout(self.output(out)))
 
 
 class Attention(nn.Module):
@@ -118,14 +148,19 @@ class Attention(nn.Module):
         self.dropout = nn.Dropout(settings.dropout)
         self.norm = nn.LayerNorm(width)
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        query, key, value = (
-            project(inputs).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for project, inputs in ((self.query, x), (self.key, memory.states), (self.value, memory.states))
-        )
+    def forward(self, x: Tensor, memory: Memory, past: Past | None = None) -> Tensor:
+        query = self.by_head(self.query(x))
+        known = past.projected.get(self) if past else None
+        key, value = known or (self.by_head(project(memory.states)) for project in (self.key, self.value))
+        if past:
+            past.projected[self] = key, value
         seen = ~memory.padding[:, None, None, :]
         out = F.scaled_dot_product_attention(query, key, value, seen, self.rate if self.training else 0.0)
         return self.norm(x + self.dropout(self.output(out.transpose(1, 2).flatten(2))))
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(N, T, width) -> (N, heads, T, C)."""
+        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
@@ -159,8 +194,8 @@ class DecoderLayer(nn.Module):
         self.attention = Attention(settings)
         self.feed_forward = FeedForward(settings)
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        return self.feed_forward(self.attention(self.conv(x), memory))
+    def forward(self, x: Tensor, memory: Memory, past: Past | None = None) -> Tensor:
+        return self.feed_forward(self.attention(self.conv(x, past=past), memory, past))
 
 
 class TokenEmbedding(nn.Embedding):
@@ -200,7 +235,7 @@ class Positions(nn.Module):
 
 
 class Embed(nn.Module):
-    """Token ids (N, T) -> dropout(sqrt(width) * embedding + position), (N, T, width)."""
+    """Token ids (N, T), the first at position `begin` -> dropout(sqrt(width) * embedding + position), (N, T, width)."""
 
     def __init__(self, vocabulary: int, settings: Settings, positions: Positions) -> None:
         super().__init__()
@@ -209,8 +244,8 @@ class Embed(nn.Module):
         self.positions = positions
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.dropout(self.scale * self.tokens(ids) + self.positions(ids.shape[1]))
+    def forward(self, ids: Tensor, begin: int = 0) -> Tensor:
+        return self.dropout(self.scale * self.tokens(ids) + self.positions(begin + ids.shape[1])[begin:])
 
 
 class ScoreLinear(nn.Linear):
@@ -239,7 +274,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Target ids (N, T), shifted right, and the memory -> scores (N, T, vocabulary)."""
+    """Target ids (N, T), shifted right, and the memory -> scores (N, T, vocabulary). With a past, of the last ids."""
 
     def __init__(self, settings: Settings, positions: Positions) -> None:
         super().__init__()
@@ -247,18 +282,20 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(settings, size) for size in settings.decoder_kernels)
         self.scores = ScoreLinear(settings.width, settings.target_vocabulary)
 
-    def forward(self, target_in: Tensor, memory: Memory) -> Tensor:
-        x = self.embed(target_in)
+    def forward(self, target_in: Tensor, memory: Memory, past: Past | None = None) -> Tensor:
+        x = self.embed(target_in, past.length if past else 0)
         for layer in self.layers:
-            x = layer(x, memory)
+            x = layer(x, memory, past)
+        if past:
+            past.length += 1
         return self.scores(x)
 
 
 class DynamicConvTransformer(nn.Module):
     """Source ids (N, S), target ids shifted right (N, T) -> scores (N, T, target vocabulary).
 
-    Padding (id `PAD`) follows the words of a sentence. A score depends on no later target id, so a search may
-    call `encode` once and `decode` with ever longer targets.
+    Padding (id `PAD`) follows the words of a sentence. A score depends on no later target id, so a search calls
+    `encode` once and `decode` with ever longer targets or, with a past, with the last id alone.
     """
 
     sparse_layers = ("XavierLinear", "ScoreLinear", "TokenEmbedding")  # all but the projections that make kernels
@@ -272,8 +309,11 @@ class DynamicConvTransformer(nn.Module):
     def encode(self, source: Tensor) -> Memory:
         return self.encoder(source)
 
-    def decode(self, target_in: Tensor, memory: Memory) -> Tensor:
-        return self.decoder(target_in, memory)
+    def past(self) -> Past:
+        return Past()
+
+    def decode(self, target_in: Tensor, memory: Memory, past: Past | None = None) -> Tensor:
+        return self.decoder(target_in, memory, past)
 
     def forward(self, source: Tensor, target_in: Tensor) -> Tensor:
         return self.decode(target_in, self.encode(source))

@@ -18,7 +18,11 @@ from .evaluate import tell_progress
 
 
 class Translator(Protocol):
-    """A model that can be searched: it has these two methods and is in evaluation mode."""
+    """A model that can be searched: it has these two methods and is in evaluation mode.
+
+    A search is much quicker if it also has `past()`, which makes an object of its own with a method `take(rows)`, and
+    `decode(last, memory, past)` takes the last ids (n, 1) alone and keeps there what it needs of those before.
+    """
 
     def encode(self, source: Tensor) -> Any:
         """Source ids (n, S) -> the memory, any structure of tensors whose first dimension is n."""
@@ -47,6 +51,7 @@ class Beams:
     logs: Tensor  # log-probability
     lengths: Tensor
     ended: Tensor
+    rows: Tensor | None = None  # (n * beams): from which row before each was extended
 
 
 @torch.no_grad()
@@ -59,11 +64,13 @@ def beam_search(
     candidates are kept, among them those that have ended, whose score no longer changes.
     """
     memory = pytree.tree_map_only(Tensor, lambda t: t.repeat_interleave(beams, 0), model.encode(source))
-    found = start(source, beams)
+    found, past = start(source, beams), model.past() if hasattr(model, "past") else None
     for _ in range(longest or longest_target(source.shape[1])):
-        found = extend(found, next_logs(model, found.ids.flatten(0, 1), memory), length_penalty)
+        found = extend(found, next_logs(model, found.ids.flatten(0, 1), memory, past), length_penalty)
         if found.ended.all():
             break
+        if past is not None and beams > 1:
+            past.take(found.rows)
     best = (found.logs / found.lengths**length_penalty).argmax(1)
     return [until_end(row) for row in found.ids[torch.arange(len(source)), best, 1:].tolist()]
 
@@ -87,18 +94,21 @@ def extend(found: Beams, following: Tensor, length_penalty: float) -> Beams:
     ranks = logs / lengths.repeat_interleave(vocabulary, 1) ** length_penalty
     chosen = ranks.topk(beams, dim=1).indices
     beam, token = chosen // vocabulary, chosen % vocabulary
+    rows = beam + beams * torch.arange(count, device=beam.device)[:, None]
     ids = found.ids.gather(1, beam[..., None].expand(-1, -1, found.ids.shape[2]))
     return Beams(
         ids=torch.cat([ids, token[..., None]], dim=2),
         logs=logs.gather(1, chosen),
         lengths=lengths.gather(1, beam),
         ended=found.ended.gather(1, beam) | (token == EOS),
+        rows=rows.flatten(),
     )
 
 
-def next_logs(model: Translator, target_in: Tensor, memory: Any) -> Tensor:
+def next_logs(model: Any, target_in: Tensor, memory: Any, past: Any = None) -> Tensor:
     """Targets so far (n, T) -> log-probabilities (n, vocabulary) of the id that follows each."""
-    logs = model.decode(target_in, memory)[:, -1].float().log_softmax(1)
+    scores = model.decode(target_in, memory) if past is None else model.decode(target_in[:, -1:], memory, past)
+    logs = scores[:, -1].float().log_softmax(1)
     logs[:, [PAD, BOS]] = -torch.inf
     return logs
 
