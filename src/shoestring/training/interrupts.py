@@ -2,12 +2,14 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
 from ..errors import ShoestringError
 
+T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,17 +43,20 @@ class Interrupts:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    @contextmanager
-    def breakable(self) -> Iterator[None]:
-        """Inside, a signal interrupts at once: for work that can be repeated, such as an evaluation."""
-        self._at_once = True
+    def breaking_off(self, work: Callable[[], T]) -> T | None:
+        """Does work that can be repeated, such as an evaluation, and that a signal interrupts at once -> what it gives,
+        or None. A signal may come at any moment, between two lines of this function too."""
         try:
-            yield
+            try:
+                self._at_once = True
+                return work()
+            finally:
+                self._at_once = False
         except KeyboardInterrupt:
+            self._at_once = False
             if self.received is None:
                 raise
-        finally:
-            self._at_once = False
+            return None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         again, self.received = self.received is not None, number

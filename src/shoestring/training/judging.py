@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,13 +43,14 @@ def _measured(run: Training, evaluation: Evaluation) -> str:
     def tell(done: int, total: int) -> None:
         run.tell(Evaluating(run.update, epoch, evaluation.name, done, total))
 
+    def judge() -> str:
+        with telling(tell):
+            tell(0, 0)
+            return float(_metered(run, evaluation)).hex()
+
     epoch = math.ceil(run.update / len(run.data))
     # With shards it takes all processes, so that none may break off, or repeat batches, alone.
-    breakable = nullcontext() if run.lean.task.sharded else run.interrupts.breakable()
-    with breakable, telling(tell):
-        tell(0, 0)
-        return float(_metered(run, evaluation)).hex()
-    return ""
+    return judge() if run.lean.task.sharded else run.interrupts.breaking_off(judge) or ""
 
 
 def _judged(run: Training, evaluation: Evaluation) -> float:
