@@ -91,6 +91,15 @@ def test_the_page_has_the_papers_figures_beside_ours_what_differs_and_the_verdic
     assert "CPU: a CPU." in page and "confirmed: sparse costs less than two points" in page
 
 
+def test_rows_that_were_trained_at_other_learning_rates_say_so(tmp_path, study, data):
+    alike = written(tmp_path, study, data)[2].read_text()
+    dense, sparse = study.rows
+    study = replace(study, rows=(dense, replace(sparse, settings=sparse.settings | {"lr_multiplier": 4})))
+    other = written(tmp_path / "other", study, data)[2].read_text()
+    assert "learning rate" not in alike.lower() and "Learning rates are the recipe's times" in other
+    assert "| sparse | 1.90 | 1.90 | x 4 |" in other
+
+
 def test_a_study_that_asks_for_it_shows_the_quality_after_each_epoch(tmp_path, study, data):
     assert len(written(tmp_path, study, data)) == 4
     *_, page, _, curves = written(tmp_path, replace(study, by_epoch=True), data)

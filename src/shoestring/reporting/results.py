@@ -14,7 +14,12 @@ from ..runs.folder import replace_file
 from ..studies.study import PAPERS, SCALES, Scale, Study, load, names
 from .pareto_figure import pareto_figure, trained_points
 from .results_figure import epochs_figure, results_figure
-from .studies import claim_line, has_rules, rows_shown, table
+from .studies import claim_line, has_rates, has_rules, rows_shown, table
+
+_RATES = (
+    " Learning rates are the recipe's times the factor that the paper found for the network and its sparsity, in"
+    " trainings of its own length."
+)
 
 
 def write_results(
@@ -88,7 +93,7 @@ def page_text(
     lines = [f"# {study.place}: {study.title}", "", f"{PAPERS[study.paper]}.", ""]
     lines += [study.about, ""] if study.about else []
     lines += [
-        _done(study, found, scale, trials) + _clocked(found["rows"]),
+        _done(study, found, scale, trials) + _clocked(found["rows"]) + (_RATES if has_rates(found) else ""),
         "",
         *(line for picture in pictures for line in (f"![{study.title}]({picture})", "")),
         *_markdown(table(study, found)),

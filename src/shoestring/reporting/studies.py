@@ -69,6 +69,8 @@ def table(study: Study, found: dict[str, Any]) -> list[list[str]]:
         for counting, words in COUNTINGS.items():
             for part in PARTS:
                 columns.append((f"{words}: {part}, MB", partial(_part, f"{counting}_parts", part)))
+    if has_rates(found):
+        columns.append(("learning rate", lambda row: f"x {row['lr_multiplier']:g}"))
     if name := study.quality:
         columns += [
             (f"paper: {name}", lambda row: _quality(row["paper"], name)),
@@ -87,6 +89,11 @@ def _quality(values: dict[str, Any], name: str) -> str:
 def has_rules(study: Study, found: dict[str, Any]) -> bool:
     """Whether the study's paper has rules that count its steps: they are of the paper's own sizes."""
     return study.paper == "sohoni" and not found["smaller"]
+
+
+def has_rates(found: dict[str, Any]) -> bool:
+    """Whether rows were trained at different learning rates, which may be all of a difference in quality."""
+    return len({row.get("lr_multiplier") for row in found["rows"]}) > 1
 
 
 def about_flops(study: Study) -> bool:

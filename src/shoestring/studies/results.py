@@ -128,6 +128,7 @@ def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None
         **{key: memory[key] for key in _MORE if key in memory},
         "quality": quality,
         "seeds": [job["seed"] for job, result in trained if result],
+        "lr_multiplier": jobs[0]["lr_multiplier"] if jobs else None,
         "step_seconds": timed.get("step_seconds"),
         "step_cpu": timed.get("environment", {}).get("cpu_model"),
         "failed": [reason for job in (*step_jobs(study, row, scale), *jobs) if (reason := store.reason(job))],

@@ -204,6 +204,7 @@ def _row(row: dict[str, Any], smaller: bool) -> dict[str, Any]:
         "quality": quality.get(names[0]) if names else None,
         "interval": quality.get("interval"),
         "seeds": len(row.get("seeds") or ()),
+        "lr_multiplier": row.get("lr_multiplier"),
         "step_seconds": row.get("step_seconds"),
         "step_cpu": str(row.get("step_cpu") or ""),
         **{key: row.get(key) for key in ("rules_bytes", "predicted_bytes", "measured_bytes")},

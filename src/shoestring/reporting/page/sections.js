@@ -148,6 +148,7 @@ function ofStudy() {
   if (points.length) section("pareto", "Memory, time and quality", node("p", { class: "muted" }, `Up and to the left is better; the lines join those that none beats in both. The paper trained at full scale${study.scale && study.scale !== "full" ? `, ours is at scale ${study.scale}: compare shapes, not heights` : ""}.`),
     points.some((point) => !point.paper) ? null : node("p", { class: "note" }, "Nothing of ours is trained at this scale: only the paper's points are drawn."),
     scatter(`${name} by memory`, points, name, "memory", bytes), timed.length ? scatter(`${name} by time`, timed, name, `processor time of a step, one thread${cpus ? ` of ${cpus}` : ""}`, duration) : null, legend([{ label: "ours (filled circles)", colour: "var(--a)" }, ...(points.some((point) => point.paper) ? [{ label: "the paper's (diamonds)", colour: "var(--b)" }] : [])]));
+  const rates = new Set(study.rows.map((row) => row.lr_multiplier));
   const keys = [...new Set(study.rows.flatMap((row) => Object.keys(row.settings)))];
   section("rows", "Rows", table("Rows of the study; a heading sorts by its column", [{ label: "row", value: (row) => row.label },
     size("paper", "paper_bytes"), size("paper's rules", "rules_bytes"), size("predicted", "predicted_bytes"), size("measured", "measured_bytes"),
@@ -155,6 +156,7 @@ function ofStudy() {
     { label: `${name}, ours`, value: (row) => row.quality, text: (row) => spread(row.quality, row.interval), figure: true },
     { label: "seeds", value: (row) => row.seeds, figure: true },
     { label: "step", value: (row) => row.step_seconds, text: (row) => (isNumber(row.step_seconds) ? duration(row.step_seconds) : "-"), figure: true },
+    ...(rates.size > 1 ? [{ label: "learning rate, times the recipe's", value: (row) => row.lr_multiplier, figure: true }] : []),
     ...keys.map((key) => ({ label: key, value: (row) => row.settings[key] }))], study.rows));
 }
 
