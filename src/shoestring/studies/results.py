@@ -112,7 +112,7 @@ def _trial(study: Study, row: Row, job: dict[str, Any], result: dict[str, Any]) 
 def _row(study: Study, row: Row, scale_name: str, store: Store, root: str | None) -> dict[str, Any]:
     scale = study.scale(scale_name)
     memory = store.result(memory_job(study, row, scale)) or {}
-    timed = store.result(time_job(study, row, scale)) or {}
+    timed = (store.result(time_job(study, row, scale)) if study.pareto else None) or {}
     jobs = training_jobs(study, row, scale, root) if scale_name != "memory" and scale is not None else []
     trained = [(job, store.result(job)) for job in jobs]
     values = [result["quality"] for _, result in trained if result]
