@@ -52,7 +52,8 @@ def write_page(folder: "RunFolder", session: "Session", steps: dict[str, Any]) -
 
     path = folder.path / "page.html"
     try:
-        if steps.get("lean", {}).get("stored"):  # codecs may have been chosen anew while it was trained
+        # Codecs may have been chosen anew while it was trained, but not of shards, which one process cannot trace.
+        if steps.get("lean", {}).get("stored") and not session.lean.task.sharded:
             steps["lean"]["stored"] = stored_data(session.lean.task.with_(batch=session.data.read(0, 0)))
             _keep_steps(folder, steps)
         write_text(path, page_html(page_data(str(folder.path), [run_data(folder.path)])))
