@@ -22,7 +22,7 @@ class Evidence(NamedTuple):
     def __str__(self) -> str:
         told = "no difference found" if abs(self.points) <= self.margin else "a difference"
         more = f"{self.longer:+.1f} ({LONGER.format(study=self.study)})"
-        return f"{self.points:+.1f} ± {self.margin:.1f} points of accuracy in our runs, {told} ({WHERE}); {more}"
+        return f"{self.points:+.1f} ± {self.margin:.1f} points of accuracy in our runs, {told} ({WHERE}), and {more}"
 
 
 SHORT = {
