@@ -1,8 +1,8 @@
-"""Patches a module's `forward` for the length of a context."""
+"""Patches for the length of a context: a module's `forward` for one thread, or something of the process for all."""
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -24,3 +24,23 @@ def patched(module: nn.Module, call: Callable[[Any, tuple, dict], Any]) -> Itera
             module.forward = forward
         else:
             del module.forward
+
+
+class ForAllThreads:
+    """A context that replaces something for the whole process, from the first thread that enters it to the last that
+    leaves. If each thread put back what it had found, the later one would put back what the earlier had put there."""
+
+    def __init__(self, replaced: Callable[[], AbstractContextManager]) -> None:
+        self.replaced, self.open, self.lock, self.threads = replaced, ExitStack(), threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.threads:
+                self.open.enter_context(self.replaced())
+            self.threads += 1
+
+    def __exit__(self, *error: Any) -> None:
+        with self.lock:
+            self.threads -= 1
+            if not self.threads:
+                self.open.close()

@@ -1,7 +1,10 @@
 """Threads: models of their own do not meet; a model that two want is refused to the second, and unharmed."""
 
 import copy
+import logging
+import random
 import threading
+from threading import Event
 
 import pytest
 import torch
@@ -94,6 +97,33 @@ def test_threads_with_models_of_their_own_get_the_weights_of_one_alone(plan):
         thread.join()
     assert not failed
     assert all(same(weights(model), wanted) for model in models)
+
+
+def test_traces_that_overlap_in_two_threads_leave_everything_as_it_was():
+    """The second begins while the first is under way and ends after it; a third thread meanwhile draws real numbers."""
+    log, vf = logging.getLogger("torch._subclasses.fake_tensor"), vars(torch._VF)
+    before, state, begun, ended = (random.random, log.disabled, dict(vf)), random.getstate(), Event(), Event()
+
+    def first(model, batch):
+        assert random.random() in (0.0, 1 - 2**-24)  # a choice of the trace
+        if not begun.is_set():
+            second.start()
+            begun.wait()
+            drawn.append(meanwhile(random.random))
+        return classify(model, batch)
+
+    def other(model, batch):
+        begun.set()
+        ended.wait()
+        return classify(model, batch)
+
+    drawn = []
+    second = threading.Thread(target=lambda: profile(Task(network(), other, batch(), SGD(lr=0.1))))
+    profile(Task(network(), first, batch(), SGD(lr=0.1)))
+    ended.set()
+    second.join()
+    assert 0 < drawn[0] < 1 - 2**-24
+    assert (random.random, log.disabled, dict(vf)) == before and random.getstate() == state
 
 
 class Failing(nn.Module):

@@ -6,10 +6,13 @@ A place in the code that reads such a number gets one answer per trace: all laye
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..patching import ForAllThreads
 
 _LIBRARIES = ("torch.", "shoestring.", "numpy.", "random")
 _PATIENCE = 1000  # times that one place may ask, after which a loop may be waiting for the other answer
@@ -37,29 +40,51 @@ class Choices:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, single random numbers of Python and NumPy are choices; afterwards both generators are as before."""
-        numpy: Any = sys.modules.get("numpy")
-        with ExitStack() as stack:
-            stack.callback(random.setstate, random.getstate())
-            homes: list[tuple[Any, tuple[str, ...]]] = [(random, ("random", "uniform"))]
-            if numpy is not None:
-                stack.callback(numpy.random.set_state, numpy.random.get_state())
-                homes.append((numpy.random, ("rand", "random", "random_sample", "uniform")))
-            for home, names in homes:
-                for name in names:
-                    draw = getattr(home, name)
-                    stack.callback(setattr, home, name, draw)
-                    setattr(home, name, self._chosen(draw, name == "uniform"))
-            yield
+        """Inside, single random numbers of Python and NumPy are choices in this thread; afterwards both generators are
+        as before."""
+        thread = threading.get_ident()
+        _drawing.setdefault(thread, []).append(self)
+        try:
+            with _draws_replaced:
+                yield
+        finally:
+            _drawing[thread].pop()
+            if not _drawing[thread]:
+                del _drawing[thread]
 
-    def _chosen(self, draw: Callable, bounded: bool) -> Callable:
-        def chosen(*args: Any, **kwargs: Any) -> Any:
-            if kwargs or (args and not (bounded and len(args) == 2)):
-                return draw(*args, **kwargs)
-            low, high = args if bounded and args else (0.0, 1.0)
-            return low + (high - low) * (_BELOW_ONE if self.choose("a random draw") else 0.0)
 
-        return chosen
+_drawing: dict[int, list[Choices]] = {}  # thread -> whose choices its draws are, the last of them
+
+
+@contextmanager
+def _with_choices() -> Iterator[None]:
+    numpy: Any = sys.modules.get("numpy")
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        homes: list[tuple[Any, tuple[str, ...]]] = [(random, ("random", "uniform"))]
+        if numpy is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+            homes.append((numpy.random, ("rand", "random", "random_sample", "uniform")))
+        for home, names in homes:
+            for name in names:
+                draw = getattr(home, name)
+                stack.callback(setattr, home, name, draw)
+                setattr(home, name, _chosen(draw, name == "uniform"))
+        yield
+
+
+def _chosen(draw: Callable, bounded: bool) -> Callable:
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        choices = _drawing.get(threading.get_ident())
+        if not choices or kwargs or (args and not (bounded and len(args) == 2)):
+            return draw(*args, **kwargs)
+        low, high = args if bounded and args else (0.0, 1.0)
+        return low + (high - low) * (_BELOW_ONE if choices[-1].choose("a random draw") else 0.0)
+
+    return chosen
+
+
+_draws_replaced = ForAllThreads(_with_choices)
 
 
 def here() -> str:

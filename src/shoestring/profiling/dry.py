@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from ..distributed import is_sharded
 from ..errors import ShoestringError
 from ..fakes import Faker, faked
+from ..patching import ForAllThreads
 from ..structure import tensors
 from ..task import Task
 from .choices import Choices, short
@@ -68,7 +69,7 @@ def on_fakes(task: Task, tracer: Tracer, trees: list[Any]) -> Iterator[list[Any]
             if fake.untyped_storage()._cdata not in learned:
                 tracer.values.lend(fake, real)
         faker.forget()
-        with mode, tracer.choices.drawing(), _as_in_a_run(), unpacked_by_operators():
+        with mode, tracer.choices.drawing(), _as_in_a_run, unpacked_by_operators:
             yield fakes
 
 
@@ -127,6 +128,7 @@ def _first_way(trace: Callable[[Choices], Tracer]) -> Tracer:
     return trace(choices)
 
 
+@ForAllThreads
 @contextmanager
 def _as_in_a_run() -> Iterator[None]:
     """Transformers asks whether a tensor is fake, and then takes a path meant for export: it is told no."""
@@ -145,10 +147,9 @@ def _as_in_a_run() -> Iterator[None]:
 def _told_clearly(task: Task) -> Iterator[None]:
     """Refuses what cannot be traced, with the reason and a way out; other errors are the user's own."""
     name = task.name or type(task.model).__name__
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
-    was_disabled, log.disabled = log.disabled, True
     try:
-        yield
+        with _unlogged:
+            yield
     except DataDependentOutputException as error:
         reason = f"{error.func} reads values of the data; move it into the data preparation"
     except DynamicOutputShapeException as error:
@@ -161,9 +162,18 @@ def _told_clearly(task: Task) -> Iterator[None]:
             raise
     else:
         return
+    raise ShoestringError(f"{name} cannot be traced: {reason}")
+
+
+@ForAllThreads
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # writes a traceback of what is raised anyway
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
     finally:
         log.disabled = was_disabled
-    raise ShoestringError(f"{name} cannot be traced: {reason}")
 
 
 _UNTRACEABLE = {

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_open: list[None] = []  # one for each trace, also of other threads
+from ..patching import ForAllThreads
 
 
+@ForAllThreads
 @contextmanager
 def unpacked_by_operators() -> Iterator[None]:
     """Inside, nn.utils.rnn.pad_packed_sequence makes the tensors that it makes in a run, also of fakes."""
-    _open.append(None)
     torch._VF._pad_packed_sequence = _pad_packed_sequence
     try:
         yield
     finally:
-        _open.pop()
-        if not _open:
-            vars(torch._VF).pop("_pad_packed_sequence", None)
+        vars(torch._VF).pop("_pad_packed_sequence")
 
 
 def _pad_packed_sequence(
