@@ -25,6 +25,9 @@ class Ambient(NamedTuple):
     mode: Any = None  # passes.mode: the LeanMode that answers the model's calls
     stores: tuple[Callable[[Tensor], Any], ...] = ()  # passes.saved_tensors: the last decides how a tensor is stored
     pass_number: list[int] | None = None  # techniques.activations: counts passes, a word of random numbers' keys
+    checkpoints: bool = True  # passes.switches: whether torch.utils.checkpoint does anything
+    choices: Any = None  # profiling.choices: what single random numbers are in a trace,
+    state_made: Callable[[Tensor], None] | None = None  # and, profiling.trace, who is told of a generator's state
     times: int = 1  # passes.sweeps: in a trace, what runs stands for so many runs that are like it
     outside_call: Any = None  # passes.boundary: the call of a 16-bit model's module from outside the model
     scratch_bytes: list[int] | None = None  # kernels.define: collects the scratch of each op that is traced

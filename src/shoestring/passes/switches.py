@@ -7,13 +7,15 @@ With regions, transformers' cache of keys and values (`config.use_cache`) is dis
 the loss does not depend on it, and it would hold what checkpointing frees. transformers does the same.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint as checkpointing
 from torch import nn
+
+from ..ambient import Ambient
+from ..patching import ForAllThreads
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 
@@ -40,8 +42,6 @@ def _switch(stack: ExitStack, owner: Any, name: str) -> None:
 
 # torch.utils.checkpoint finds these two by name when it is called, however a model imported it.
 _ORIGINALS = {name: getattr(checkpointing, name) for name in ("CheckpointFunction", _GENERATOR)}
-_lock = threading.Lock()
-_threads: list[int] = []  # those in which torch checkpoints nothing
 
 
 class _Function:
@@ -49,14 +49,14 @@ class _Function:
 
     @staticmethod
     def apply(function: Callable, preserve: bool, *args: Any) -> Any:
-        if threading.get_ident() in _threads:
+        if not Ambient.now().checkpoints:
             return function(*args)
         return _ORIGINALS["CheckpointFunction"].apply(function, preserve, *args)
 
 
 def _generator(*call: Any, **more: Any) -> Iterator[None]:
     """In place of the generator that surrounds the function in non-reentrant checkpointing."""
-    if threading.get_ident() in _threads:
+    if not Ambient.now().checkpoints:
         yield
     else:
         yield from _ORIGINALS[_GENERATOR](*call, **more)
@@ -65,13 +65,15 @@ def _generator(*call: Any, **more: Any) -> Iterator[None]:
 @contextmanager
 def without_checkpoints() -> Iterator[None]:
     """Inside the context, torch.utils.checkpoint does nothing but call its function, in this thread."""
-    with _lock:
-        _threads.append(threading.get_ident())
-        vars(checkpointing).update({"CheckpointFunction": _Function, _GENERATOR: _generator})
+    with Ambient.during(checkpoints=False), _checkpoints_ask:
+        yield
+
+
+@ForAllThreads
+@contextmanager
+def _checkpoints_ask() -> Iterator[None]:
+    vars(checkpointing).update({"CheckpointFunction": _Function, _GENERATOR: _generator})
     try:
         yield
     finally:
-        with _lock:
-            _threads.remove(threading.get_ident())
-            if not _threads:
-                vars(checkpointing).update(_ORIGINALS)
+        vars(checkpointing).update(_ORIGINALS)

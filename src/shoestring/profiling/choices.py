@@ -6,12 +6,12 @@ A place in the code that reads such a number gets one answer per trace: all laye
 
 import random
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..ambient import Ambient
 from ..patching import ForAllThreads
 
 _LIBRARIES = ("torch.", "shoestring.", "numpy.", "random")
@@ -42,22 +42,13 @@ class Choices:
     def drawing(self) -> Iterator[None]:
         """Inside, single random numbers of Python and NumPy are choices in this thread; afterwards both generators are
         as before."""
-        thread = threading.get_ident()
-        _drawing.setdefault(thread, []).append(self)
-        try:
-            with _draws_replaced:
-                yield
-        finally:
-            _drawing[thread].pop()
-            if not _drawing[thread]:
-                del _drawing[thread]
+        with Ambient.during(choices=self), _draws_replaced:
+            yield
 
 
-_drawing: dict[int, list[Choices]] = {}  # thread -> whose choices its draws are, the last of them
-
-
+@ForAllThreads
 @contextmanager
-def _with_choices() -> Iterator[None]:
+def _draws_replaced() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -75,16 +66,13 @@ def _with_choices() -> Iterator[None]:
 
 def _chosen(draw: Callable, bounded: bool) -> Callable:
     def chosen(*args: Any, **kwargs: Any) -> Any:
-        choices = _drawing.get(threading.get_ident())
-        if not choices or kwargs or (args and not (bounded and len(args) == 2)):
+        choices = Ambient.now().choices
+        if choices is None or kwargs or (args and not (bounded and len(args) == 2)):
             return draw(*args, **kwargs)
         low, high = args if bounded and args else (0.0, 1.0)
-        return low + (high - low) * (_BELOW_ONE if choices[-1].choose("a random draw") else 0.0)
+        return low + (high - low) * (_BELOW_ONE if choices.choose("a random draw") else 0.0)
 
     return chosen
-
-
-_draws_replaced = ForAllThreads(_with_choices)
 
 
 def here() -> str:

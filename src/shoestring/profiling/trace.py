@@ -4,7 +4,7 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..distributed import local
 from ..kernels.define import fake_call
 from ..kernels.flops import flops_of
 from ..ledger import BUCKET, Category, Ledger, Phase
+from ..patching import ForAllThreads
 from ..randomness import draws
 from ..signature import Signature, output_key, signature_of
 from . import sizes
@@ -243,21 +244,13 @@ class Tracer(TorchDispatchMode):
                     stack.callback(hook.remove)
             for path, buffer in model.named_buffers():
                 self.watch(buffer, Category.MODEL, home(path), "buffer", Phase.BUILD)
-            stack.callback(setattr, torch, "get_rng_state", torch.get_rng_state)
-            torch.get_rng_state = self._watching_state(torch.get_rng_state)
-            with self:
+            with Ambient.during(state_made=self._watch_state), _states_told, self:
                 yield
 
-    def _watching_state(self, get_state: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _watch_state(self, state: Tensor) -> None:
         """The generator's state is 5 KB that no operator allocates: a checkpoint saves one."""
-
-        def watched() -> Tensor:
-            state = get_state()
-            phase = self._current_phase()
-            self.watch(state, _CATEGORY[phase], self._stack[-1], "get_rng_state", phase)
-            return state
-
-        return watched
+        phase = self._current_phase()
+        self.watch(state, _CATEGORY[phase], self._stack[-1], "get_rng_state", phase)
 
     def _push(self, module: nn.Module, args: Any) -> None:
         self._stack.append(self._paths.get(id(module), type(module).__name__))
@@ -271,6 +264,25 @@ class Tracer(TorchDispatchMode):
                 self.claim(parameter.grad, Category.GRADIENT, home(path))
 
         return claim
+
+
+@ForAllThreads
+@contextmanager
+def _states_told() -> Iterator[None]:
+    """Whoever reads PyTorch's generator tells the trace of its thread."""
+    get_state = torch.get_rng_state
+
+    def told() -> Tensor:
+        state = get_state()
+        if (tell := Ambient.now().state_made) is not None:
+            tell(state)
+        return state
+
+    torch.get_rng_state = told
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get_state
 
 
 def _engine_adds_in_place(gradient: Tensor) -> bool:
